@@ -1,0 +1,174 @@
+"""Files by path or fsspec URL: atomic writes, digests, whole-file reads.
+
+Every file that Gristmill publishes goes through `atomic_path`: written under a temporary name
+and renamed, so that no partial file ever stands under a final name. A plain path and a
+`file://` URL are handled with the operating system alone; other URLs go through fsspec
+(gs, s3, hdfs, https), where one PUT of the finished file takes the place of the rename.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import mmap
+import os
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import xxhash
+
+TEMPORARY_SUFFIX = ".gristmill-tmp"
+_BLOCK_BYTES = 1 << 20
+
+
+def is_local(url: str | os.PathLike[str]) -> bool:
+    """Whether `url` is a plain path or a file:// URL."""
+    text = os.fspath(url)
+    return "://" not in text or text.startswith("file://")
+
+
+def local_path(url: str | os.PathLike[str]) -> Path:
+    """The path of a local `url` (see `is_local`)."""
+    return Path(os.fspath(url).removeprefix("file://"))
+
+
+def join(base: str | os.PathLike[str], *parts: str) -> str:
+    """`base/part/part`, for paths and URLs alike."""
+    return "/".join([os.fspath(base).rstrip("/") or "/", *parts])
+
+
+def filesystem(url: str | os.PathLike[str]) -> tuple[Any, str]:
+    """The fsspec file system of `url`, and the path inside it.
+
+    Raises ImportError or ValueError when no file system is installed for the scheme.
+    """
+    system, path = fsspec.core.url_to_fs(os.fspath(url))
+    return system, str(path)
+
+
+def exists(url: str | os.PathLike[str]) -> bool:
+    """Whether something stands at `url`."""
+    if is_local(url):
+        return local_path(url).exists()
+    system, path = filesystem(url)
+    return bool(system.exists(path))
+
+
+def size_bytes(url: str | os.PathLike[str]) -> int:
+    """Size of the file at `url`. Raises OSError when it cannot be read."""
+    if is_local(url):
+        return local_path(url).stat().st_size
+    system, path = filesystem(url)
+    size = system.info(path).get("size")
+    if size is None:
+        raise OSError(f"the server does not say how large {os.fspath(url)!r} is")
+    return int(size)
+
+
+def read_bytes(url: str | os.PathLike[str]) -> bytes:
+    """The whole file at `url`. Raises OSError."""
+    if is_local(url):
+        return local_path(url).read_bytes()
+    with fsspec.open(os.fspath(url), "rb", compression=None) as file:
+        return bytes(file.read())
+
+
+@contextlib.contextmanager
+def mapped(url: str | os.PathLike[str]) -> Iterator[memoryview]:
+    """The bytes of the file at `url` as a read-only view, memory-mapped.
+
+    A remote file is first copied to a local temporary file, which goes away at the end.
+    An empty file gives an empty view. Raises OSError.
+    """
+    with contextlib.ExitStack() as stack:
+        if is_local(url):
+            path = local_path(url)
+        else:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gristmill-"))
+            path = Path(folder) / "copy"
+            system, remote = filesystem(url)
+            system.get_file(remote, str(path))
+        file = stack.enter_context(path.open("rb"))
+        if os.fstat(file.fileno()).st_size == 0:
+            yield memoryview(b"")
+            return
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        try:
+            view = memoryview(mapping)
+            try:
+                yield view
+            finally:
+                view.release()
+        finally:
+            # Someone may still hold a slice of the view: then the mapping goes with the last one.
+            with contextlib.suppress(BufferError):
+                mapping.close()
+
+
+@contextlib.contextmanager
+def atomic_path(url: str | os.PathLike[str]) -> Iterator[Path]:
+    """A local temporary path that becomes the file `url` when the block ends without an error.
+
+    Local: fsync, then a rename beside the target. Remote: one PUT of the finished file.
+    After an error nothing stands under the final name and the temporary file is gone.
+    """
+    with contextlib.ExitStack() as stack:
+        if is_local(url):
+            target = local_path(url)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            name = f".{target.name}.{uuid.uuid4().hex[:12]}{TEMPORARY_SUFFIX}"
+            temporary = target.with_name(name)
+        else:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gristmill-"))
+            temporary = Path(folder) / "file"
+        try:
+            yield temporary
+            if is_local(url):
+                with temporary.open("rb") as file:
+                    os.fsync(file.fileno())
+                temporary.replace(target)
+            else:
+                system, remote = filesystem(url)
+                system.put_file(str(temporary), remote)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                temporary.unlink()
+
+
+def write_atomic(url: str | os.PathLike[str], data: bytes | str) -> None:
+    """Write `data` (text as UTF-8) to `url`, all of it or nothing."""
+    with atomic_path(url) as temporary:
+        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+def remove_tree(url: str | os.PathLike[str]) -> None:
+    """Remove the folder `url` and all in it; nothing happens when it is not there."""
+    system, path = filesystem(url)
+    if system.exists(path):
+        system.rm(path, recursive=True)
+
+
+def xxh3_bytes(data: bytes | bytearray | memoryview) -> str:
+    """XXH3 of `data`, 128 bits, as 32 hex digits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def xxh3_file(url: str | os.PathLike[str]) -> str:
+    """XXH3 of the file at `url`, 128 bits, as 32 hex digits. Raises OSError."""
+    return str(_digest_file(url, xxhash.xxh3_128()))
+
+
+def sha256_file(url: str | os.PathLike[str]) -> str:
+    """SHA-256 of the file at `url`, as 64 hex digits. Raises OSError."""
+    return str(_digest_file(url, hashlib.sha256()))
+
+
+def _digest_file(url: str | os.PathLike[str], digest: Any) -> Any:
+    with fsspec.open(os.fspath(url), "rb", compression=None) as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

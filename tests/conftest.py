@@ -1,0 +1,29 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SHARED = REPOSITORY.parent / "shared"
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """Real text to run on; it never stands in the repository."""
+    folder = Path(os.environ.get("GRISTMILL_DATA", SHARED / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no real data at '{folder}' (set GRISTMILL_DATA)")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def golden_dir() -> Path:
+    """Input/output pairs recorded from CCNet's own code."""
+    folder = Path(os.environ.get("GRISTMILL_GOLDEN", SHARED / "golden"))
+    if not folder.is_dir():
+        pytest.skip(f"no golden vectors at '{folder}' (set GRISTMILL_GOLDEN)")
+    return folder
