@@ -1,0 +1,105 @@
+"""Checked array files: named NumPy arrays and a JSON header in one file that can be mapped.
+
+Intermediate results (paragraph hashes, the dedup index) are read in slices by many workers.
+Each block of an array has its own checksum, so that a slice is verified without reading the
+rest; a cut or changed file is refused by name. Layout: the arrays, each 64-byte aligned; a JSON
+footer; its length and XXH3 (8 + 8 bytes, little endian); the magic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+from collections.abc import Iterator
+from os import PathLike
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from models import files
+from models.errors import DamagedInput
+
+_MAGIC = b"GRISTARR"
+_TAIL = struct.Struct("<QQ8s")
+_ALIGNMENT = 64
+_BLOCK_BYTES = 1 << 18
+
+
+class ArrayFile:
+    """One open array file. Use `open_arrays`."""
+
+    def __init__(self, view: memoryview, name: str) -> None:
+        self._view = view
+        self._name = name
+        if len(view) < _TAIL.size:
+            raise DamagedInput("damaged_array_file", f"'{name}' is cut")
+        length, checksum, magic = _TAIL.unpack(view[-_TAIL.size :])
+        end = len(view) - _TAIL.size
+        if magic != _MAGIC or length > end:
+            raise DamagedInput("damaged_array_file", f"'{name}' is cut")
+        footer = view[end - length : end]
+        if xxhash.xxh3_64_intdigest(footer) != checksum:
+            raise DamagedInput("damaged_array_file", f"'{name}' has a damaged footer")
+        parsed = json.loads(bytes(footer))
+        self._arrays: dict[str, Any] = parsed["arrays"]
+        self.header: dict[str, Any] = parsed["header"]
+
+    def size(self, name: str) -> int:
+        """Number of values in the array `name`."""
+        return int(self._arrays[name]["size"])
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Values `start:stop` of the one-dimensional array `name`, as a copy.
+
+        Raises DamagedInput when a block that holds them differs from its checksum.
+        """
+        entry = self._arrays[name]
+        dtype = np.dtype(entry["dtype"])
+        stop = entry["size"] if stop is None else stop
+        if not 0 <= start <= stop <= entry["size"]:
+            raise IndexError(f"{start}:{stop} of {entry['size']} values in '{name}'")
+        base, end = entry["offset"], entry["offset"] + entry["size"] * dtype.itemsize
+        first = start * dtype.itemsize // _BLOCK_BYTES
+        last = -(-stop * dtype.itemsize // _BLOCK_BYTES)
+        for block in range(first, last):
+            low = base + block * _BLOCK_BYTES
+            data = self._view[low : min(low + _BLOCK_BYTES, end)]
+            if xxhash.xxh3_64_intdigest(data) != entry["blocks"][block]:
+                raise DamagedInput(
+                    "damaged_array_file", f"'{self._name}' differs from its checksum in '{name}'"
+                )
+        raw = self._view[base + start * dtype.itemsize : base + stop * dtype.itemsize]
+        return np.frombuffer(raw, dtype=dtype).copy()
+
+
+@contextlib.contextmanager
+def open_arrays(url: str | PathLike[str]) -> Iterator[ArrayFile]:
+    """Open an array file. Raises OSError, or DamagedInput when it is cut or damaged."""
+    with files.mapped(url) as view:
+        yield ArrayFile(view, str(url))
+
+
+def write_arrays(
+    url: str | PathLike[str], arrays: dict[str, np.ndarray], header: dict[str, Any]
+) -> None:
+    """Write one-dimensional `arrays` and a JSON `header` to `url`, all of it or nothing."""
+    entries: dict[str, Any] = {}
+    with files.atomic_path(url) as temporary, temporary.open("wb") as file:
+        for name, array in arrays.items():
+            file.write(b"\0" * (-file.tell() % _ALIGNMENT))
+            data = memoryview(np.ascontiguousarray(array)).cast("B") if array.size else b""
+            entries[name] = {
+                "dtype": array.dtype.str,
+                "size": int(array.size),
+                "offset": file.tell(),
+                "blocks": [
+                    xxhash.xxh3_64_intdigest(data[low : low + _BLOCK_BYTES])
+                    for low in range(0, len(data), _BLOCK_BYTES)
+                ],
+            }
+            file.write(data)
+        footer = json.dumps({"arrays": entries, "header": header}, sort_keys=True).encode()
+        file.write(footer)
+        file.write(_TAIL.pack(len(footer), xxhash.xxh3_64_intdigest(footer), _MAGIC))

@@ -1,0 +1,365 @@
+"""Pass 3: one WET file becomes its kept pages, identified, scored, and sorted by language.
+
+The pages go to a staging Parquet file whose row groups hold one language each, in crawl order.
+Beside it stands a JSON report, written last: counts, losses, and the file's digest. Both are
+named by all that they depend on; a report whose file has the right digest is finished work.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import compress, pairwise
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from models import files
+from models.errors import Fault
+from models.language_id import open_identifier
+from models.languages import check_codes
+from models.ngram import open_scorer
+from pipelines.arrays import open_arrays
+from pipelines.buckets import histogram
+from pipelines.dedup import FileKeys, apply
+from pipelines.hashing import batches
+from pipelines.pages import Page, read_page
+from pipelines.paragraphs import EMPTY_KEY
+from pipelines.plan import FORMAT, InputFile, Plan
+from pipelines.wet import WetReader
+
+UNDETERMINED = "und"
+STAGING_SCHEMA = pa.schema(
+    [
+        ("url", pa.string()),
+        ("host", pa.string()),
+        ("date", pa.string()),
+        ("digest", pa.string()),
+        ("record_id", pa.string()),
+        ("warc_file", pa.string()),
+        ("warc_offset", pa.int64()),
+        ("language", pa.string()),
+        ("language_score", pa.float64()),
+        ("perplexity", pa.float64()),
+        ("title", pa.string()),
+        ("text", pa.string()),
+        ("line_ids", pa.list_(pa.int32())),
+        ("original_lines", pa.int32()),
+        ("original_bytes", pa.int64()),
+        ("chars", pa.int32()),
+    ]
+)
+DROPS_SCHEMA = pa.schema(
+    [
+        ("url", pa.string()),
+        ("record_id", pa.string()),
+        ("warc_file", pa.string()),
+        ("warc_offset", pa.int64()),
+        ("reason", pa.string()),
+        ("language", pa.string()),
+        ("language_score", pa.float64()),
+        ("chars", pa.int32()),
+    ]
+)
+_ROW_GROUP_PAGES = 256
+
+Report = dict[str, Any]
+
+
+def clean_file(plan: Plan, unit: InputFile, keys_path: str, bits: np.ndarray) -> Report:
+    """Apply `bits` (bool, one for each distinct key of `unit`), filter, score, stage.
+
+    Gives the report. Raises Fault when the WET file is not the one that pass 1 hashed.
+    """
+    with open_arrays(keys_path) as file:
+        keys, hashed_identity = FileKeys.read(file), file.header["xxh3"]
+    base = files.join(plan.staging, "pages", _digest(plan, unit, hashed_identity, bits))
+    report = _finished(base)
+    if report is None:
+        with files.mapped(unit.url) as data:
+            identity = files.xxh3_bytes(data)
+            if identity != hashed_identity:
+                raise Fault(f"input '{unit.name}' changed during the run: start again")
+            report = _Cleaner(plan, unit, keys, bits).run(data, base)
+        report["input"] = {"bytes": unit.bytes, "xxh3": identity}
+        files.write_atomic(f"{base}.json", json.dumps(report, sort_keys=True))
+    return report | {"path": f"{base}.parquet", "drops_path": f"{base}.drops.parquet"}
+
+
+def _digest(plan: Plan, unit: InputFile, identity: str, bits: np.ndarray) -> str:
+    recipe = plan.recipe
+    settled = [
+        FORMAT,
+        unit.name,
+        identity,
+        files.xxh3_bytes(np.packbits(bits).tobytes()),
+        bits.size,
+        plan.model_digests(),
+        recipe.pages.model_dump(),
+        recipe.paragraphs.model_dump(),
+        recipe.dedup.within_page,
+        recipe.language.model_dump(mode="json"),
+        recipe.quality.profile,
+        recipe.quality.min_chars,
+        recipe.output.drops,
+    ]
+    return files.xxh3_bytes(json.dumps(settled, sort_keys=True).encode())
+
+
+def _finished(base: str) -> Report | None:
+    try:
+        report: Report = json.loads(files.read_bytes(f"{base}.json"))
+        good = report["xxh3"] == files.xxh3_file(f"{base}.parquet")
+        if good and report["drops_xxh3"]:
+            good = report["drops_xxh3"] == files.xxh3_file(f"{base}.drops.parquet")
+    except (OSError, ValueError, KeyError):
+        return None
+    return report if good else None
+
+
+class _Cleaner:
+    """The work on one WET file: made for it, thrown away after it."""
+
+    def __init__(self, plan: Plan, unit: InputFile, keys: FileKeys, bits: np.ndarray) -> None:
+        self.plan = plan
+        self.recipe = plan.recipe
+        self.unit = unit
+        kept = apply(keys, bits, self.recipe.dedup.within_page)
+        self.mask, self.repeated = kept.mask, kept.repeated_in_page
+        if self.recipe.paragraphs.profile == "unicode":
+            self.empty = (keys.distinct == EMPTY_KEY)[keys.inverse]
+            self.mask = self.mask & ~self.empty
+            self.repeated = self.repeated & ~self.empty
+        else:
+            self.empty = np.zeros(self.mask.size, bool)
+        self.offsets = keys.offsets
+        self.pages: Counter[str] = Counter()
+        self.paragraphs: Counter[str] = Counter()
+        self.kept_paragraphs = 0
+        self.read_paragraphs = 0
+        self.tables: list[pa.Table] = []
+        self.drops: list[dict[str, Any]] = []
+        self.next_page = 0
+        self.identifier = open_identifier(
+            plan.language_id.path, self.recipe.language.profile, self.recipe.language.max_chars
+        )
+        self.allow = frozenset(check_codes(self.recipe.language.allow))
+        self.deny = frozenset(check_codes(self.recipe.language.deny))
+
+    def run(self, data: memoryview, base: str) -> Report:
+        reader = WetReader(data)
+        for batch in batches(self._entering(reader)):
+            self._clean_batch(batch)
+        if self.next_page != self.offsets.size - 1:
+            raise Fault(f"'{self.unit.name}' has {self.next_page} pages, its key file others")
+        table = pa.concat_tables([STAGING_SCHEMA.empty_table(), *self.tables])
+        self.tables.clear()
+        order = pc.sort_indices(table["language"].combine_chunks())  # stable
+        row_groups = self._stage(table, order, f"{base}.parquet")
+        drops_xxh3 = ""
+        if self.recipe.output.drops:
+            with files.atomic_path(f"{base}.drops.parquet") as temporary:
+                pq.write_table(pa.Table.from_pylist(self.drops, DROPS_SCHEMA), temporary)
+            drops_xxh3 = files.xxh3_file(f"{base}.drops.parquet")
+        counts = reader.counts
+        return {
+            "records": {
+                "read": counts.read,
+                "not_pages": counts.not_pages,
+                "lost": counts.lost,
+                "length_corrected": counts.length_corrected,
+            },
+            "pages": {
+                "read": counts.read,
+                "written": table.num_rows,
+                "dropped": dict(sorted(self.pages.items())),
+            },
+            "paragraphs": {
+                "read": self.read_paragraphs,
+                "kept": self.kept_paragraphs,
+                "dropped": dict(sorted(self.paragraphs.items())),
+            },
+            "losses": [[loss.offset, loss.bytes, loss.reason] for loss in reader.losses],
+            "row_groups": row_groups,
+            "xxh3": files.xxh3_file(f"{base}.parquet"),
+            "drops_xxh3": drops_xxh3,
+        }
+
+    def _entering(self, reader: WetReader) -> Any:
+        """The pages that enter, in file order; the others are counted here."""
+        for record in reader:
+            page = read_page(record, self.recipe.pages)
+            if page.dropped:
+                paragraphs = page.text.count("\n") + 1
+                self.read_paragraphs += paragraphs
+                self._drop(page, page.dropped, paragraphs=paragraphs, chars=len(page.text))
+            else:
+                yield page
+
+    def _clean_batch(self, batch: list[Page]) -> None:
+        kept_pages, texts, line_ids, sizes = [], [], [], []
+        for page in batch:
+            lines = page.text.split("\n")
+            start, stop = self.offsets[self.next_page : self.next_page + 2]
+            if stop - start != len(lines):
+                raise Fault(f"'{self.unit.name}' has other paragraphs than its key file")
+            self.next_page += 1
+            self.read_paragraphs += len(lines)
+            mask = self.mask[start:stop]
+            ids = np.flatnonzero(mask)
+            empty, repeated = (
+                int(self.empty[start:stop].sum()),
+                int(self.repeated[start:stop].sum()),
+            )
+            self.paragraphs["empty"] += empty
+            self.paragraphs["repeated_in_page"] += repeated
+            self.paragraphs["duplicate"] += len(lines) - ids.size - empty - repeated
+            text = "\n".join(compress(lines, mask.tolist()))
+            if ids.size == 0:
+                self._drop(page, "emptied_by_dedup", paragraphs=0, chars=0)
+            elif len(text) < self.recipe.pages.min_chars_after:
+                self._drop(page, "too_short_after_dedup", paragraphs=ids.size, chars=len(text))
+            else:
+                kept_pages.append((page, len(lines)))
+                texts.append(text)
+                line_ids.append(ids)
+                sizes.append(ids.size)
+        if not texts:
+            return
+        languages, scores = self.identifier.identify(texts)
+        rows = []
+        passing = self.identifier.passes(scores, self.recipe.language.threshold).tolist()
+        for i, (page, _) in enumerate(kept_pages):
+            reason = self._language_fault(languages[i], passing[i])
+            if reason == "language_below_threshold" and self.recipe.language.keep_undetermined:
+                languages[i], reason = UNDETERMINED, ""
+            if reason:
+                self._drop(
+                    page, reason, paragraphs=sizes[i], chars=len(texts[i]),
+                    language=languages[i], score=float(scores[i]),
+                )  # fmt: skip
+            else:
+                rows.append(i)
+                self.kept_paragraphs += sizes[i]
+        self.tables.append(
+            self._rows(
+                [kept_pages[i] for i in rows],
+                [texts[i] for i in rows],
+                [line_ids[i] for i in rows],
+                [languages[i] for i in rows],
+                [float(scores[i]) for i in rows],
+            )
+        )
+
+    def _language_fault(self, language: str, passes: bool) -> str:
+        if not passes:
+            return "language_below_threshold"
+        if (self.allow and language not in self.allow) or language in self.deny:
+            return "language_not_wanted"
+        return ""
+
+    def _drop(
+        self,
+        page: Page,
+        reason: str,
+        *,
+        paragraphs: int,
+        chars: int,
+        language: str | None = None,
+        score: float | None = None,
+    ) -> None:
+        self.pages[reason] += 1
+        if paragraphs:
+            self.paragraphs[f"page_{reason}"] += int(paragraphs)
+        if self.recipe.output.drops:
+            record = page.record
+            self.drops.append(
+                {
+                    "url": record.url, "record_id": record.record_id, "warc_file": self.unit.name,
+                    "warc_offset": record.warc_offset, "reason": reason, "language": language,
+                    "language_score": score, "chars": chars,
+                }
+            )  # fmt: skip
+
+    def _rows(
+        self,
+        pages: list[tuple[Page, int]],
+        texts: list[str],
+        line_ids: list[np.ndarray],
+        languages: list[str],
+        scores: list[float],
+    ) -> pa.Table:
+        records = [page.record for page, _ in pages]
+        starts = np.cumsum([0, *(ids.size for ids in line_ids)])
+        flat = np.concatenate([np.empty(0, np.int64), *line_ids]).astype(np.int32)
+        count = len(pages)
+        columns = {
+            "url": [record.url for record in records],
+            "host": [_host(record.url) for record in records],
+            "date": [record.date for record in records],
+            "digest": [record.digest for record in records],
+            "record_id": [record.record_id for record in records],
+            "warc_file": [self.unit.name] * count,
+            "warc_offset": [record.warc_offset for record in records],
+            "language": languages,
+            "language_score": scores,
+            "perplexity": pa.nulls(count, pa.float64()),
+            "title": [page.title for page, _ in pages],
+            "text": texts,
+            "line_ids": pa.ListArray.from_arrays(pa.array(starts, pa.int32()), pa.array(flat)),
+            "original_lines": [lines for _, lines in pages],
+            "original_bytes": [len(record.body) for record in records],
+            "chars": [len(text) for text in texts],
+        }
+        return pa.table(columns, schema=STAGING_SCHEMA)
+
+    def _stage(self, table: pa.Table, order: pa.Array, path: str) -> list[Report]:
+        """Write the rows language by language, scored; gives what each row group holds."""
+        row_groups: list[Report] = []
+        with (
+            files.atomic_path(path) as temporary,
+            pq.ParquetWriter(
+                temporary, STAGING_SCHEMA, compression="zstd", compression_level=1,
+                use_dictionary=["host", "language", "warc_file"], write_page_checksum=True,
+            ) as writer,
+        ):  # fmt: skip
+            languages = table["language"].combine_chunks().take(order)
+            encoded = languages.dictionary_encode()
+            bounds = np.flatnonzero(np.diff(encoded.indices.to_numpy())) + 1
+            edges = [0, *bounds.tolist(), len(order)] if len(order) else []
+            for first, last in pairwise(edges):
+                language = languages[first].as_py()
+                for start in range(first, last, _ROW_GROUP_PAGES):
+                    rows = table.take(order[start : min(start + _ROW_GROUP_PAGES, last)])
+                    row_groups.append(self._stage_rows(writer, language, rows))
+        return row_groups
+
+    def _stage_rows(self, writer: pq.ParquetWriter, language: str, rows: pa.Table) -> Report:
+        perplexities = np.full(rows.num_rows, np.nan)
+        model = self.plan.language_models.get(language)
+        if model is not None:
+            scorer = open_scorer(
+                model.tokenizer.path, model.ngram.path, self.recipe.quality.profile,
+                self.recipe.quality.min_chars,
+            )  # fmt: skip
+            perplexities = scorer.score(rows["text"].to_pylist())
+            column = pa.array(perplexities, mask=np.isnan(perplexities))
+            rows = rows.set_column(rows.schema.get_field_index("perplexity"), "perplexity", column)
+        writer.write_table(rows, row_group_size=rows.num_rows)
+        return {
+            "language": language,
+            "pages": rows.num_rows,
+            "bytes": pc.sum(pc.binary_length(rows["text"])).as_py(),
+            "histogram": sorted(histogram(perplexities).items()),
+        }
+
+
+def _host(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""

@@ -1,0 +1,193 @@
+"""The mining pipeline: WET files in, Parquet shards and a manifest out, as one Beam graph.
+
+    plan -> units -> hash -> [by range] -> judge -> [by unit] -> clean
+         -> [all] -> cutoffs and tasks -> [by task] -> regroup -> [all] -> manifest
+
+One root, one leaf, a straight chain: the shape that every Beam runner executes the same way
+(DESIGN §3 "Runners"). Page text passes through no shuffle: passes 1, 3 and 4 read files and write
+files named by content, and what moves are references, bits and counts. Work that stands finished
+under its name is taken as it is: that is how an interrupted run resumes, and why a retried bundle
+does no harm. Faults travel as records, so that one line can name all of them at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import apache_beam as beam
+import numpy as np
+
+from models.errors import DamagedInput, Fault
+from pipelines.arrays import open_arrays
+from pipelines.clean import Report, clean_file
+from pipelines.dedup import Block, judge, read_range
+from pipelines.hashing import hash_file, pack_bits, unpack_bits
+from pipelines.index import read_index_range, write_index_range
+from pipelines.plan import read_plan
+from pipelines.publish import Finished, publish
+from pipelines.regroup import cutoffs_of_run, plan_tasks, regroup
+from pipelines.timings import timed
+
+_ALL = 0
+_REPORTS = 0  # the task number under which the reports travel; real tasks count from 1
+
+
+class Keys(NamedTuple):
+    """Pass 1 -> 2: where the keys of a unit are, or why the unit could not be read."""
+
+    unit: int
+    path: str
+    failed: str
+
+
+class Answer(NamedTuple):
+    """Pass 2 -> 3: what one range decided for one unit. bits: `size` of them, packed.
+
+    The counts of the whole range, and its file in the new index, ride on its first unit.
+    """
+
+    part: int
+    keys: Keys
+    size: int = 0
+    bits: bytes = b""
+    distinct: int = 0
+    repeated: int = 0
+    index: dict[str, Any] | None = None
+    fault: str = ""
+
+
+def build(pipeline: beam.Pipeline, plan_path: str) -> beam.PCollection:
+    """Add the whole graph to `pipeline`; the plan at `plan_path` says what to do."""
+    return (
+        pipeline
+        | "plan" >> beam.Create([plan_path])
+        | "units" >> beam.FlatMap(_units)
+        | "spread units" >> beam.Reshuffle()
+        # Pass 1. Next key: dedup group and range; value: whose keys are in it. Every unit sends
+        # itself to each range, also an empty or failed one, so that each unit comes back.
+        | "hash" >> beam.FlatMap(_hash, plan_path)
+        | "by range" >> beam.GroupByKey()
+        # Pass 2. Next key: unit; value: one bit for each of its distinct keys in this range.
+        | "judge" >> beam.FlatMap(_judge, plan_path)
+        | "by unit" >> beam.GroupByKey()
+        # Pass 3. Next key: one for all; value: a unit's report. The cutoffs need every report.
+        | "clean" >> beam.Map(_clean, plan_path)
+        | "all reports" >> beam.GroupByKey()
+        # Pass 4. Next key: task number; value: the task. The reports travel on, as number 0.
+        | "tasks" >> beam.FlatMap(_tasks, plan_path)
+        | "by task" >> beam.GroupByKey()
+        | "regroup" >> beam.Map(_regroup, plan_path)
+        | "all parts" >> beam.GroupByKey()
+        | "publish" >> beam.Map(_publish, plan_path)
+    )
+
+
+def _units(plan_path: str) -> list[int]:
+    """Unit numbers, large files first: local runners deal bundles out once, none is stolen."""
+    inputs = read_plan(plan_path).inputs
+    return [file.index for file in sorted(inputs, key=lambda file: (-file.bytes, file.index))]
+
+
+def _hash(unit: int, plan_path: str) -> Iterator[tuple[tuple[int, int], Keys]]:
+    plan = read_plan(plan_path)
+    file = plan.inputs[unit]
+    try:
+        with timed(plan, "hash", unit):
+            keys = Keys(unit, hash_file(plan, file), "")
+    except DamagedInput as error:
+        keys = Keys(unit, "", str(error))
+    for part in range(plan.ranges):
+        yield (file.group, part), keys
+
+
+def _judge(
+    element: tuple[tuple[int, int], Iterable[Keys]], plan_path: str
+) -> Iterator[tuple[int, Answer]]:
+    (group, part), values = element
+    units = sorted(values)  # crawl order; a shuffle has none
+    try:
+        with timed(read_plan(plan_path), "judge", group * read_plan(plan_path).ranges + part):
+            answers = _judge_range(units, part, plan_path)
+    except (DamagedInput, OSError) as error:
+        answers = [Answer(part, keys, fault=str(error)) for keys in units]
+    for answer in answers:
+        yield answer.keys.unit, answer
+
+
+def _judge_range(units: list[Keys], part: int, plan_path: str) -> list[Answer]:
+    plan = read_plan(plan_path)
+    dedup = plan.recipe.dedup
+    blocks = []
+    for keys in units:
+        if keys.failed:
+            blocks.append(Block(np.empty(0, np.uint64), np.empty(0, np.uint16)))
+        else:
+            with open_arrays(keys.path) as file:
+                blocks.append(read_range(file, part, plan.ranges))
+    earlier = read_index_range(dedup.index_in, part, plan.ranges) if dedup.index_in else None
+    verdict = judge(blocks, keep=dedup.keep, common_pages=dedup.common_pages, index=earlier)
+    answers = [
+        Answer(part, keys, bits.size, pack_bits(bits))
+        for keys, bits in zip(units, verdict.keep, strict=True)
+    ]
+    index = None
+    if dedup.index_out:
+        index = write_index_range(dedup.index_out, part, plan.ranges, verdict.index)
+    answers[0] = answers[0]._replace(
+        distinct=verdict.distinct, repeated=verdict.repeated, index=index
+    )
+    return answers
+
+
+def _clean(element: tuple[int, Iterable[Answer]], plan_path: str) -> tuple[int, Report]:
+    unit, values = element
+    plan = read_plan(plan_path)
+    answers = sorted(values, key=lambda answer: answer.part)
+    keys = answers[0].keys
+    report: Report = {}
+    faults = [answer.fault for answer in answers if answer.fault]
+    if not faults and not keys.failed:
+        bits = unpack_bits((answer.size, answer.bits) for answer in answers)
+        try:
+            with timed(plan, "clean", unit):
+                report = clean_file(plan, plan.inputs[unit], keys.path, bits)
+        except (Fault, DamagedInput, OSError) as error:
+            # With keep = "first" this unit owns paragraphs that other units have dropped for its
+            # sake: the run cannot go on without it.
+            faults = [f"input '{plan.inputs[unit].name}': {error}"]
+    return _ALL, report | {
+        "unit": unit,
+        "failed": keys.failed,
+        "fault": faults[0] if faults else "",
+        "distinct": sum(answer.distinct for answer in answers),
+        "repeated": sum(answer.repeated for answer in answers),
+        "index": [answer.index for answer in answers if answer.index is not None],
+    }
+
+
+def _tasks(element: tuple[int, Iterable[Report]], plan_path: str) -> Iterator[tuple[int, Any]]:
+    plan = read_plan(plan_path)
+    reports = sorted(element[1], key=lambda report: report["unit"])  # crawl order
+    good = [report for report in reports if not report["failed"] and not report["fault"]]
+    cutoffs = cutoffs_of_run(plan, good)
+    yield _REPORTS, {"reports": reports, "cutoffs": cutoffs}
+    if len(good) == sum(not report["failed"] for report in reports):
+        yield from enumerate(plan_tasks(plan, good, cutoffs), start=1)
+
+
+def _regroup(element: tuple[int, Iterable[Any]], plan_path: str) -> tuple[int, Finished]:
+    number, values = element
+    (value,) = values
+    if number == _REPORTS:
+        return _ALL, Finished(**value)
+    plan = read_plan(plan_path)
+    try:
+        with timed(plan, "regroup", number):
+            return _ALL, Finished(outputs=regroup(plan, value))
+    except (DamagedInput, OSError) as error:
+        return _ALL, Finished(faults=[f"part of language '{value['language']}': {error}"])
+
+
+def _publish(element: tuple[int, Iterable[Finished]], plan_path: str) -> str:
+    return publish(read_plan(plan_path), list(element[1]))

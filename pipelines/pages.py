@@ -1,0 +1,73 @@
+"""From a WET record to a page that enters the pipeline, or a reason why it does not.
+
+The hash pass and the clean pass both read pages through here, so that both see the same pages
+with the same paragraphs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipelines.paragraphs import page_lines
+from pipelines.recipe import Pages
+from pipelines.wet import Record
+
+_CONTROLS = bytes(c for c in [*range(0x20), 0x7F] if c not in b"\t\n\r")
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_RECORD_END = b"\r\n\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page before dedup.
+
+    text: its paragraphs (lines without outer white space) joined by line feeds, the title among
+    them except in profile "ccnet". dropped: why the page does not enter, or "".
+    """
+
+    record: Record
+    title: str
+    text: str
+    dropped: str
+
+
+def read_page(record: Record, config: Pages) -> Page:
+    """Decode and split `record`.
+
+    Drops: `missing_url`, `not_text` (too many U+FFFD and control characters), `too_short`
+    (fewer than `config.min_chars` code points, as CCNet before dedup).
+    """
+    body = record.body
+    if config.profile == "ccnet":
+        lines = _ccnet_lines(body)
+        title, lines = lines[0], lines[1:]
+    else:
+        lines = page_lines(body.decode("utf-8", "replace"))
+        while lines and not lines[-1]:
+            lines.pop()
+        title = lines[0] if lines else ""
+    text = "\n".join(lines)
+    dropped = ""
+    if not record.url:
+        dropped = "missing_url"
+    elif _unreadable(body, text) > config.max_unreadable * len(text):
+        dropped = "not_text"
+    elif len(text) < config.min_chars:
+        dropped = "too_short"
+    return Page(record, title, text, dropped)
+
+
+def _ccnet_lines(body: bytes) -> list[str]:
+    """Lines as CCNet's reader sees them: with the record's end, less two blank last lines."""
+    lines = page_lines((body + _RECORD_END).decode("utf-8", "replace"))
+    if lines and not lines[-1]:
+        lines.pop()  # behind the final line break there is no line
+    if len(lines) >= 2 and not lines[-1] and not lines[-2]:
+        del lines[-2:]
+    return lines or [""]
+
+
+def _unreadable(body: bytes, text: str) -> int:
+    """Characters that no text has: controls, NUL, and U+FFFD for bytes that are not UTF-8."""
+    controls = len(body) - len(body.translate(None, _CONTROLS))
+    return controls + (0 if body.isascii() else text.count(_REPLACEMENT))

@@ -1,0 +1,163 @@
+"""The end of a run: all reports and parts become one manifest, written last and at once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from importlib import metadata
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from models import files
+from models.errors import Fault
+from pipelines.clean import DROPS_SCHEMA, Report
+from pipelines.index import publish_index
+from pipelines.manifest import (
+    MANIFEST_FILE,
+    SCHEMA_VERSION,
+    Counts,
+    InputEntry,
+    KeyCounts,
+    LossEntry,
+    Manifest,
+    ModelEntry,
+    OutputEntry,
+    PageCounts,
+    ParagraphCounts,
+    RecordCounts,
+    by_language,
+    total,
+)
+from pipelines.plan import Plan
+from pipelines.regroup import Output
+from pipelines.timings import TIMINGS_FILE, collect
+
+DROPS_FILE = "drops.parquet"
+FAULTS_FILE = "faults.json"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What the passes hand in: once the reports and cutoffs, and the parts of each task."""
+
+    reports: list[Report] = field(default_factory=list)
+    cutoffs: dict[str, tuple[float, float]] = field(default_factory=dict)
+    outputs: list[Output] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+
+def publish(plan: Plan, finished: list[Finished]) -> str:
+    """Write the manifest of a run; gives its path.
+
+    A fault in any pass leaves no manifest, but the list of all faults in the staging folder, and
+    the path of that list is given.
+    """
+    reports = [report for part in finished for report in part.reports]
+    faults = [fault for part in finished for fault in part.faults]
+    faults += sorted({report["fault"] for report in reports if report["fault"]})
+    if faults:
+        path = files.join(plan.staging, FAULTS_FILE)
+        files.write_atomic(path, json.dumps(faults))
+        return path
+    good = [report for report in reports if not report["failed"]]
+    directory = plan.recipe.output.directory
+    manifest = _manifest(plan, reports, good, finished)
+    wrong = manifest.faults()
+    if wrong:
+        raise Fault(f"the counts do not add up: {wrong[0]}")
+    publish_index(plan.recipe, [entry for report in reports for entry in report["index"]])
+    files.write_atomic(
+        files.join(directory, TIMINGS_FILE), json.dumps(collect(plan), indent=1) + "\n"
+    )
+    path = files.join(directory, MANIFEST_FILE)
+    files.write_atomic(path, manifest.to_json())
+    return path
+
+
+def _manifest(
+    plan: Plan, reports: list[Report], good: list[Report], finished: list[Finished]
+) -> Manifest:
+    found = [output for part in finished for output in part.outputs]
+    outputs = tuple(
+        OutputEntry(**output) for output in sorted(found, key=lambda output: output["path"])
+    )
+    cutoffs = next(part.cutoffs for part in finished if part.reports)
+    models = [plan.language_id]
+    for language in sorted(plan.language_models):
+        pair = plan.language_models[language]
+        models += [pair.tokenizer, pair.ngram]
+    return Manifest(
+        schema_version=SCHEMA_VERSION,
+        tool_version=metadata.version("gristmill"),
+        recipe=plan.recipe.published(),
+        recipe_digest=plan.digest(),
+        inputs=tuple(_input(plan, report) for report in reports),
+        models=tuple(ModelEntry(name=model.name, sha256=model.sha256) for model in models),
+        cutoffs=cutoffs,
+        counts=_counts(reports, good, outputs),
+        losses=tuple(
+            LossEntry(
+                name=plan.inputs[report["unit"]].name, offset=offset, bytes=size, reason=reason
+            )
+            for report in good
+            for offset, size, reason in report["losses"]
+        ),
+        outputs=outputs,
+        drops=_drops(plan, good) if plan.recipe.output.drops else None,
+    )
+
+
+def _input(plan: Plan, report: Report) -> InputEntry:
+    file = plan.inputs[report["unit"]]
+    return InputEntry(
+        name=file.name,
+        bytes=file.bytes,
+        xxh3="" if report["failed"] else report["input"]["xxh3"],
+        shard=file.shard,
+        failed=report["failed"],
+    )
+
+
+def _counts(reports: list[Report], good: list[Report], outputs: tuple[OutputEntry, ...]) -> Counts:
+    def summed(section: str, key: str) -> int:
+        return sum(report[section][key] for report in good)
+
+    return Counts(
+        records=RecordCounts(**{key: summed("records", key) for key in RecordCounts.model_fields}),
+        pages=PageCounts(
+            read=summed("pages", "read"),
+            written=summed("pages", "written"),
+            dropped=total(report["pages"]["dropped"] for report in good),
+        ),
+        paragraphs=ParagraphCounts(
+            read=summed("paragraphs", "read"),
+            kept=summed("paragraphs", "kept"),
+            dropped=total(report["paragraphs"]["dropped"] for report in good),
+        ),
+        keys=KeyCounts(
+            distinct=sum(report["distinct"] for report in reports),
+            repeated=sum(report["repeated"] for report in reports),
+        ),
+        by_language=by_language(outputs),
+    )
+
+
+def _drops(plan: Plan, good: list[Report]) -> OutputEntry:
+    """Put the drop lists of all units into one file, in crawl order."""
+    url = files.join(plan.recipe.output.directory, DROPS_FILE)
+    rows = 0
+    with (
+        files.atomic_path(url) as temporary,
+        pq.ParquetWriter(temporary, DROPS_SCHEMA, compression="zstd") as writer,
+    ):
+        for report in good:
+            with files.mapped(report["drops_path"]) as data:
+                table = pq.read_table(pa.BufferReader(data), pre_buffer=False, use_threads=False)
+            rows += table.num_rows
+            if table.num_rows:
+                writer.write_table(table)
+    return OutputEntry(
+        path=DROPS_FILE, language="", bucket="", rows=rows, chars=0, text_bytes=0,
+        bytes=files.size_bytes(url), xxh3=files.xxh3_file(url),
+    )  # fmt: skip

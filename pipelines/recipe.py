@@ -1,0 +1,295 @@
+"""The mining recipe: one TOML file, validated into one frozen model.
+
+A recipe names only what differs from the recipe that it `extends`; what nobody sets has the
+default below. Everything that can change an output byte is part of `MineRecipe.digest`; where
+the output goes and how many processes work on it is not.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from models import files
+from models.errors import UserError
+from models.languages import check_codes
+
+MAX_COMMON_PAGES = 65_535
+"""Page counts are kept in 16 bits."""
+MIB = 1 << 20
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def _as_tuple(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+Texts = Annotated[tuple[str, ...], pydantic.BeforeValidator(_as_tuple)]
+
+
+class Input(_Section):
+    """Which WET files, and how they are grouped."""
+
+    paths: Texts = Field(
+        (), description="WET files: paths, globs, fsspec URLs, or crawl manifests (*.json)"
+    )
+    num_shards: int | None = Field(
+        None, ge=1, description="group the files into this many shards, as CCNet does"
+    )
+
+
+class Output(_Section):
+    """Where the Parquet shards go, and how large they are."""
+
+    directory: str = Field("", description="folder or fsspec URL of the mined crawl")
+    target_bytes: int = Field(256 * MIB, ge=1, description="text bytes in one Parquet file, about")
+    compression_level: int = Field(3, ge=1, le=19, description="zstd level")
+    drops: bool = Field(False, description="write drops.parquet: each dropped page, its reason")
+
+
+class Pages(_Section):
+    """From a record to a page that enters the pipeline."""
+
+    profile: Literal["default", "ccnet"] = Field(
+        "default", description="'ccnet' takes the first line out as the title"
+    )
+    min_chars: int = Field(300, ge=0, description="shortest page before dedup, code points")
+    min_chars_after: int = Field(0, ge=0, description="shortest page after dedup, code points")
+    max_unreadable: float = Field(
+        0.05, ge=0, le=1, description="largest share of U+FFFD and control characters"
+    )
+
+
+class Paragraphs(_Section):
+    """What makes two paragraphs the same."""
+
+    profile: Literal["unicode", "ccnet"] = Field("unicode", description="key normalisation")
+
+
+class Dedup(_Section):
+    """Which copies of a paragraph stay."""
+
+    scope: Literal["crawl", "window", "shard"] = Field(
+        "crawl", description="where a second copy counts"
+    )
+    window_shards: int = Field(50, ge=1, description="consecutive shards in a window")
+    keep: Literal["first", "none"] = Field(
+        "first", description="'none': a paragraph of two pages goes everywhere (CCNet)"
+    )
+    common_pages: int | None = Field(
+        None, ge=2, le=MAX_COMMON_PAGES,
+        description="a paragraph on this many pages is boilerplate and goes everywhere",
+    )  # fmt: skip
+    within_page: Literal["first", "all"] = Field(
+        "first", description="'all': repeats inside one page stay"
+    )
+    ranges: int | None = Field(
+        None, ge=1, le=4096,
+        description="parts of the 64-bit space, a power of two; by default from the input's size",
+    )  # fmt: skip
+    index_in: str | None = Field(None, description="folder with the index of earlier crawls")
+    index_out: str | None = Field(None, description="folder for the index with this crawl in it")
+
+    @model_validator(mode="after")
+    def _possible(self) -> Dedup:
+        if self.ranges is not None and self.ranges & (self.ranges - 1):
+            raise ValueError(f"dedup.ranges = '{self.ranges}' is not a power of two")
+        if self.common_pages is not None and self.keep != "first":
+            raise ValueError(
+                f"dedup.common_pages = '{self.common_pages}' needs dedup.keep = 'first': "
+                "with 'none' a paragraph of two pages goes already"
+            )
+        if self.scope != "crawl" and (self.index_in or self.index_out):
+            raise ValueError(
+                f"dedup.scope = '{self.scope}' has no use for an index: "
+                "set dedup.scope = 'crawl', or leave out index_in and index_out"
+            )
+        return self
+
+
+class Language(_Section):
+    """Language identification."""
+
+    model: str = Field("lid.176.ftz", description="registered name, or a path")
+    profile: Literal["default", "ccnet"] = Field(
+        "default", description="'ccnet' deletes line breaks and rounds the score"
+    )
+    threshold: float = Field(0.5, ge=0, le=1, description="lowest score")
+    max_chars: int | None = Field(None, ge=1, description="characters looked at; none: all")
+    keep_undetermined: bool = Field(False, description="keep pages below the threshold as 'und'")
+    allow: Texts = Field((), description="language codes to keep; none: all")
+    deny: Texts = Field((), description="language codes to drop")
+
+    @model_validator(mode="after")
+    def _known(self) -> Language:
+        both = sorted(set(check_codes(self.allow)) & set(check_codes(self.deny)))
+        if both:
+            raise ValueError(f"language '{both[0]}' stands in both language.allow and .deny")
+        return self
+
+
+class Quality(_Section):
+    """Perplexity, and the buckets head, middle and tail."""
+
+    models: str | None = Field(
+        None, description="folder with {language}.sp.model and {language}.arpa.bin; none: no score"
+    )
+    profile: Literal["unicode", "ccnet"] = Field("unicode", description="scoring")
+    min_chars: int = Field(100, ge=0, description="a shorter page is not scored, code points")
+    cutoffs: str = Field(
+        "run", description="'run': this run's own percentiles; or a file like CCNet's cutoff.csv"
+    )
+    percentiles: tuple[int, int] = Field((30, 60), description="where head and middle end")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Quality:
+        low, high = self.percentiles
+        if not 0 < low < high < 100:
+            raise ValueError(f"quality.percentiles = '[{low}, {high}]' must rise between 0 and 100")
+        return self
+
+
+class Run(_Section):
+    """How the work is done: nothing here changes an output byte."""
+
+    workers: int = Field(1, ge=1, description="local processes")
+    staging: str | None = Field(None, description="folder for intermediate files")
+    keep_staging: bool = Field(False, description="leave the intermediate files")
+
+
+class MineRecipe(_Section):
+    """Everything `gristmill mine` needs to know."""
+
+    name: str = Field("mine", pattern=r"^[\w.-]+$", description="name of the recipe")
+    input: Input = Input()
+    output: Output = Output()
+    pages: Pages = Pages()
+    paragraphs: Paragraphs = Paragraphs()
+    dedup: Dedup = Dedup()
+    language: Language = Language()
+    quality: Quality = Quality()
+    run: Run = Run()
+
+    def published(self) -> dict[str, Any]:
+        """The recipe as the manifest shows it: without places on this machine."""
+        recipe = self.model_dump(mode="json", exclude={"run": True, "output": {"directory"}})
+        for key in ("index_in", "index_out"):
+            recipe["dedup"][key] = bool(recipe["dedup"][key])
+        recipe["quality"]["models"] = bool(recipe["quality"]["models"])
+        return recipe
+
+    def digest(self) -> str:
+        """XXH3 of all that can change an output byte, the inputs apart (32 hex digits)."""
+        recipe = self.published()
+        del recipe["input"]["paths"], recipe["name"]
+        return files.xxh3_bytes(json.dumps(recipe, sort_keys=True).encode())
+
+    def staging_directory(self) -> str:
+        """Where the intermediate files go."""
+        return self.run.staging or files.join(self.output.directory, ".staging")
+
+
+def shipped_recipes() -> list[str]:
+    """Names of the mining recipes that come with Gristmill."""
+    folder = resources.files("data_manifests")
+    return sorted(
+        item.name.removesuffix(".toml")
+        for item in folder.iterdir()
+        if item.name.endswith(".toml") and item.name != "models.toml"
+    )
+
+
+def load_recipe(name_or_path: str, overrides: list[str] | None = None) -> MineRecipe:
+    """Read a recipe by path or shipped name, apply `a.b=value` overrides, validate.
+
+    Raises UserError with one line: the field, the value, what is valid.
+    """
+    tree = _read_tree(name_or_path, seen=())
+    for override in overrides or []:
+        _apply_override(tree, override)
+    try:
+        return MineRecipe.model_validate(tree)
+    except pydantic.ValidationError as error:
+        raise UserError(f"recipe '{name_or_path}': {_one_line(error)}") from None
+
+
+def _read_tree(name_or_path: str, seen: tuple[str, ...]) -> dict[str, Any]:
+    if name_or_path in seen:
+        raise UserError(f"recipe '{name_or_path}' extends itself: remove its 'extends' line")
+    path = Path(name_or_path)
+    if path.suffix == ".toml" and path.is_file():
+        text = path.read_bytes()
+    elif name_or_path in shipped_recipes():
+        text = resources.files("data_manifests").joinpath(f"{name_or_path}.toml").read_bytes()
+    else:
+        raise UserError(
+            f"no recipe '{name_or_path}': give the path of a .toml file, "
+            f"or one of {', '.join(map(repr, shipped_recipes()))}"
+        )
+    try:
+        tree = tomllib.loads(text.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"recipe '{name_or_path}' is not valid TOML: {error}") from None
+    base = tree.pop("extends", None)
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise UserError(f"recipe '{name_or_path}': extends = '{base}' must be one recipe's name")
+    return _merge(_read_tree(base, (*seen, name_or_path)), tree)
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        both = isinstance(old, dict) and isinstance(value, dict)
+        merged[key] = _merge(old, value) if both and old is not None else value
+    return merged
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key.strip():
+        raise UserError(f"--set '{override}' is not of the form section.field=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word or path is text
+    *sections, field = key.strip().split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise UserError(f"--set '{override}': '{section}' is a value, not a section")
+    tree[field] = value
+
+
+def _one_line(error: pydantic.ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    place = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        valid = _fields_at(first["loc"][:-1])
+        close = difflib.get_close_matches(str(first["loc"][-1]), valid, n=1)
+        hint = f"did you mean '{close[0]}'? " if close else ""
+        return f"unknown key '{place}': {hint}valid here: {', '.join(valid)}"
+    if first["type"] == "value_error":
+        return str(first["msg"]).removeprefix("Value error, ")
+    return f"{place} = '{first['input']}' is not valid: {first['msg']}"
+
+
+def _fields_at(location: tuple[int | str, ...]) -> list[str]:
+    model: type[BaseModel] = MineRecipe
+    for part in location:
+        annotation = model.model_fields[str(part)].annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            model = annotation
+    return sorted(model.model_fields)

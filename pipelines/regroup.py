@@ -1,0 +1,221 @@
+"""Pass 4: staging files become the final Parquet shards, by language and bucket.
+
+Once every WET file is staged the cutoffs are known. A task takes one language from a run of
+consecutive staging files, reads it once, and writes one part for each bucket; the length of the
+run is chosen so that a part comes near the target size. Rows stay in crawl order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from models import files
+from pipelines.buckets import BUCKETS, buckets_of, percentile_cutoffs
+from pipelines.clean import STAGING_SCHEMA, Report
+from pipelines.plan import Plan
+
+_NAME = pa.dictionary(pa.int32(), pa.string())
+# As dictionaries, language and bucket agree with what Arrow infers from the folder names, so
+# that pandas and pyarrow open the whole folder.
+SHARD_SCHEMA = pa.schema(
+    [
+        *(
+            field.with_type(_NAME) if field.name == "language" else field
+            for field in STAGING_SCHEMA
+            if field.name not in ("title", "text", "line_ids", "original_lines",
+                                  "original_bytes", "chars")
+        ),
+        pa.field("bucket", _NAME),
+        *(STAGING_SCHEMA.field(name) for name in ("title", "text", "line_ids", "original_lines",
+                                                  "original_bytes", "chars")),
+    ]
+)  # fmt: skip
+_ROW_GROUP_BYTES = 16 << 20
+
+Task = dict[str, Any]
+Output = dict[str, Any]
+
+
+def cutoffs_of_run(plan: Plan, reports: Sequence[Report]) -> dict[str, tuple[float, float]]:
+    """Perplexity cutoffs by language: the recipe's, or the percentiles of this run's pages."""
+    if plan.cutoffs is not None:
+        return {lang: pair for lang, pair in plan.cutoffs.items() if lang in plan.language_models}
+    by_language: dict[str, list[dict[int, int]]] = {}
+    for report in reports:
+        for group in report["row_groups"]:
+            by_language.setdefault(group["language"], []).append(dict(group["histogram"]))
+    found = {
+        language: percentile_cutoffs(histograms, plan.recipe.quality.percentiles)
+        for language, histograms in sorted(by_language.items())
+    }
+    return {language: pair for language, pair in found.items() if pair is not None}
+
+
+def plan_tasks(
+    plan: Plan, reports: Sequence[Report], cutoffs: dict[str, tuple[float, float]]
+) -> list[Task]:
+    """Cut each language into tasks. `reports` stand in crawl order."""
+    sources: dict[str, list[dict[str, Any]]] = {}
+    for report in reports:
+        of_file: dict[str, dict[str, Any]] = {}
+        for number, group in enumerate(report["row_groups"]):
+            source = of_file.setdefault(
+                group["language"],
+                {"path": report["path"], "xxh3": report["xxh3"], "groups": [], "bytes": 0},
+            )
+            source["groups"].append(number)
+            source["bytes"] += group["bytes"]
+        for language, source in of_file.items():
+            sources.setdefault(language, []).append(source)
+    tasks = []
+    for language in sorted(sources):
+        bounds = cutoffs.get(language)
+        run_bytes = plan.recipe.output.target_bytes * (len(BUCKETS) if bounds else 1)
+        for part, run in enumerate(_runs(sources[language], run_bytes)):
+            tasks.append({"language": language, "part": part, "cutoffs": bounds, "sources": run})
+    return tasks
+
+
+def _runs(sources: list[dict[str, Any]], run_bytes: int) -> Iterable[list[dict[str, Any]]]:
+    """Consecutive sources; a run ends where it comes nearest to `run_bytes`."""
+    run: list[dict[str, Any]] = []
+    size = 0
+    for source in sources:
+        if run and size + source["bytes"] / 2 > run_bytes:
+            yield run
+            run, size = [], 0
+        run.append(source)
+        size += source["bytes"]
+    if run:
+        yield run
+
+
+def regroup(plan: Plan, task: Task) -> list[Output]:
+    """Write the parts of one task; gives path (relative), rows, bytes, digest, language, bucket."""
+    marker = files.join(plan.staging, "parts", f"{_digest(plan, task)}.json")
+    outputs = _finished(plan, marker)
+    if outputs is None:
+        outputs = _write_parts(plan, task)
+        files.write_atomic(marker, json.dumps(outputs, sort_keys=True))
+    return outputs
+
+
+def _digest(plan: Plan, task: Task) -> str:
+    sources = [[source["xxh3"], source["groups"]] for source in task["sources"]]
+    settled = [task["language"], task["part"], task["cutoffs"], sources,
+               plan.recipe.output.compression_level]  # fmt: skip
+    return files.xxh3_bytes(json.dumps(settled).encode())
+
+
+def _finished(plan: Plan, marker: str) -> list[Output] | None:
+    try:
+        outputs: list[Output] = json.loads(files.read_bytes(marker))
+        for output in outputs:
+            path = files.join(plan.recipe.output.directory, output["path"])
+            if files.xxh3_file(path) != output["xxh3"]:
+                return None
+    except (OSError, ValueError, KeyError):
+        return None
+    return outputs
+
+
+class _Part:
+    """One Parquet file in the making."""
+
+    def __init__(self, stack: ExitStack, plan: Plan, relative: str) -> None:
+        self.relative = relative
+        self.url = files.join(plan.recipe.output.directory, relative)
+        self.writer = stack.enter_context(
+            pq.ParquetWriter(
+                stack.enter_context(files.atomic_path(self.url)),
+                SHARD_SCHEMA,
+                compression="zstd",
+                compression_level=plan.recipe.output.compression_level,
+                use_dictionary=["host", "language", "bucket", "warc_file"],
+                write_page_index=True,
+                write_page_checksum=True,
+            )
+        )
+        self.waiting: list[pa.Table] = []
+        self.waiting_bytes = 0
+        self.rows = 0
+        self.chars = 0
+        self.text_bytes = 0
+
+    def add(self, rows: pa.Table) -> None:
+        self.waiting.append(rows)
+        size = pc.sum(pc.binary_length(rows["text"])).as_py()
+        self.waiting_bytes += size
+        self.text_bytes += size
+        self.rows += rows.num_rows
+        self.chars += pc.sum(rows["chars"]).as_py()
+        if self.waiting_bytes >= _ROW_GROUP_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        if self.waiting:
+            table = pa.concat_tables(self.waiting)
+            self.writer.write_table(table, row_group_size=table.num_rows)
+            self.waiting, self.waiting_bytes = [], 0
+
+
+def _write_parts(plan: Plan, task: Task) -> list[Output]:
+    language, part = task["language"], task["part"]
+    parts: dict[str, _Part] = {}
+    with ExitStack() as stack:
+        for rows in _rows(task):
+            names = buckets_of(
+                rows["perplexity"].to_numpy(zero_copy_only=False),
+                tuple(task["cutoffs"]) if task["cutoffs"] else None,
+            )
+            for bucket in sorted(set(names)):
+                if bucket not in parts:
+                    relative = f"language={language}/bucket={bucket}/part-{part:05d}.parquet"
+                    parts[bucket] = _Part(stack, plan, relative)
+                chosen = rows.filter(pa.array(names == bucket))
+                parts[bucket].add(_with_bucket(chosen, bucket))
+        for made in parts.values():
+            made.flush()
+    return [
+        {
+            "path": made.relative,
+            "language": language,
+            "bucket": bucket,
+            "rows": made.rows,
+            "chars": made.chars,
+            "text_bytes": made.text_bytes,
+            "bytes": files.size_bytes(made.url),
+            "xxh3": files.xxh3_file(made.url),
+        }
+        for bucket, made in sorted(parts.items())
+    ]
+
+
+def _rows(task: Task) -> Iterable[pa.Table]:
+    """The task's rows, one staging row group at a time, in crawl order."""
+    for source in task["sources"]:
+        # pre_buffer=False: with it, pyarrow 25 now and then aborts at process exit
+        with (
+            files.mapped(source["path"]) as data,
+            pq.ParquetFile(
+                pa.BufferReader(data), pre_buffer=False, page_checksum_verification=True
+            ) as staged,
+        ):
+            for group in source["groups"]:
+                yield staged.read_row_group(group, use_threads=False)
+
+
+def _with_bucket(rows: pa.Table, bucket: str) -> pa.Table:
+    named = pa.DictionaryArray.from_arrays(
+        pa.nulls(rows.num_rows, pa.int32()).fill_null(0), [bucket]
+    )
+    columns = {name: rows[name] for name in rows.column_names} | {"bucket": named}
+    columns["language"] = rows["language"].cast(_NAME)
+    return pa.table([columns[name] for name in SHARD_SCHEMA.names], schema=SHARD_SCHEMA)
