@@ -12,6 +12,7 @@ Language and score come out as they are; whether a page passes is a separate que
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ class LanguageIdentifier:
     sent to workers. Raises UserError, at first use, when the file is not a fastText model.
     """
 
-    path: str
+    path: str | os.PathLike[str]
     profile: Profile = "default"
     max_chars: int | None = None
 
@@ -59,9 +60,8 @@ class LanguageIdentifier:
         Codes are those of `models.languages`; a label outside its table stays as it is, without
         prefix and script. Scores are float64, unrounded under the default profile.
         """
-        model, codes = _load(self.path)
+        model, codes = _load(os.fspath(self.path))
         predict = model.f.predict
-        ccnet = self.profile == "ccnet"
         languages: list[str] = []
         scores = np.zeros(len(texts), dtype=np.float64)
         for index, text in enumerate(texts):
@@ -72,12 +72,16 @@ class LanguageIdentifier:
             # The raw binding: under NumPy 1 and 2 alike, and nothing copied into arrays.
             score, label = predict(line + "\n", 1, 0.0, "strict")[0]
             languages.append(codes[label])
-            scores[index] = round(score, 2) if ccnet else score
-        return languages, scores
+            scores[index] = score
+        if self.profile == "ccnet":
+            # NumPy's rounding, as CCNet's: 0.495 gives 0.5, where Python's gives 0.49.
+            return languages, np.round(scores, 2)
+        # fastText adds 1e-5 before its logarithm, so that a score may come out above 1.
+        return languages, np.minimum(scores, 1.0)
 
     def languages(self) -> frozenset[str]:
         """Every code that `identify` can give, without `und`."""
-        return frozenset(_load(self.path)[1].values()) - {UNDETERMINED}
+        return frozenset(_load(os.fspath(self.path))[1].values()) - {UNDETERMINED}
 
     def _line(self, text: str) -> str | None:
         """What fastText reads, or None when there is nothing to identify."""

@@ -110,8 +110,9 @@ def check_codes(codes: Iterable[str], produced: Collection[str] | None = None) -
 
 
 def _unknown(label: str) -> UserError:
-    names = {row.name.lower(): code for code, row in table().items()}
-    near = _close(label.lower().removeprefix("__label__"), [*_codes(), *names])
+    written = label.strip().lower().removeprefix("__label__")
+    names = [row.name.lower() for row in table().values()]
+    near = _close(written, [written] if written in names else [*_codes(), *names])
     return UserError(
         f"unknown language code '{label}'; {near} valid are ISO 639-1 and 639-3 codes such as "
         "'bn' or 'ben', with or without a script ('ben_Beng'), and 'und'"

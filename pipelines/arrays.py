@@ -89,7 +89,7 @@ def write_arrays(
     with files.atomic_path(url) as temporary, temporary.open("wb") as file:
         for name, array in arrays.items():
             file.write(b"\0" * (-file.tell() % _ALIGNMENT))
-            data = memoryview(np.ascontiguousarray(array)).cast("B") if array.size else b""
+            data = memoryview(array.tobytes())
             entries[name] = {
                 "dtype": array.dtype.str,
                 "size": int(array.size),

@@ -20,19 +20,17 @@ import pyarrow.parquet as pq
 
 from models import files
 from models.errors import Fault
-from models.language_id import open_identifier
-from models.languages import check_codes
-from models.ngram import open_scorer
+from models.language_id import LanguageIdentifier, passes
+from models.languages import UNDETERMINED, check_codes
+from models.ngram import PageScorer
 from pipelines.arrays import open_arrays
 from pipelines.buckets import histogram
 from pipelines.dedup import FileKeys, apply
 from pipelines.hashing import batches
 from pipelines.pages import Page, read_page
-from pipelines.paragraphs import EMPTY_KEY
 from pipelines.plan import FORMAT, InputFile, Plan
 from pipelines.wet import WetReader
 
-UNDETERMINED = "und"
 STAGING_SCHEMA = pa.schema(
     [
         ("url", pa.string()),
@@ -66,6 +64,7 @@ DROPS_SCHEMA = pa.schema(
     ]
 )
 _ROW_GROUP_PAGES = 256
+_EMPTY_KEY = np.uint64(957_977_401_221_134_810)  # SHA-1 of "", its first 8 bytes
 
 Report = dict[str, Any]
 
@@ -131,7 +130,7 @@ class _Cleaner:
         kept = apply(keys, bits, self.recipe.dedup.within_page)
         self.mask, self.repeated = kept.mask, kept.repeated_in_page
         if self.recipe.paragraphs.profile == "unicode":
-            self.empty = (keys.distinct == EMPTY_KEY)[keys.inverse]
+            self.empty = (keys.distinct == _EMPTY_KEY)[keys.inverse]
             self.mask = self.mask & ~self.empty
             self.repeated = self.repeated & ~self.empty
         else:
@@ -144,7 +143,7 @@ class _Cleaner:
         self.tables: list[pa.Table] = []
         self.drops: list[dict[str, Any]] = []
         self.next_page = 0
-        self.identifier = open_identifier(
+        self.identifier = LanguageIdentifier(
             plan.language_id.path, self.recipe.language.profile, self.recipe.language.max_chars
         )
         self.allow = frozenset(check_codes(self.recipe.language.allow))
@@ -232,7 +231,7 @@ class _Cleaner:
             return
         languages, scores = self.identifier.identify(texts)
         rows = []
-        passing = self.identifier.passes(scores, self.recipe.language.threshold).tolist()
+        passing = passes(scores, self.recipe.language.threshold).tolist()
         for i, (page, _) in enumerate(kept_pages):
             reason = self._language_fault(languages[i], passing[i])
             if reason == "language_below_threshold" and self.recipe.language.keep_undetermined:
@@ -342,10 +341,12 @@ class _Cleaner:
         perplexities = np.full(rows.num_rows, np.nan)
         model = self.plan.language_models.get(language)
         if model is not None:
-            scorer = open_scorer(
-                model.tokenizer.path, model.ngram.path, self.recipe.quality.profile,
-                self.recipe.quality.min_chars,
-            )  # fmt: skip
+            scorer = PageScorer(
+                model.tokenizer.path,
+                model.ngram.path,
+                self.recipe.quality.profile,
+                min_chars=self.recipe.quality.min_chars,
+            )
             perplexities = scorer.score(rows["text"].to_pylist())
             column = pa.array(perplexities, mask=np.isnan(perplexities))
             rows = rows.set_column(rows.schema.get_field_index("perplexity"), "perplexity", column)

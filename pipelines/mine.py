@@ -53,11 +53,11 @@ class Answer(NamedTuple):
     bits: bytes = b""
     distinct: int = 0
     repeated: int = 0
-    index: dict[str, Any] | None = None
+    index_entry: dict[str, Any] | None = None
     fault: str = ""
 
 
-def build(pipeline: beam.Pipeline, plan_path: str) -> beam.PCollection:
+def build(pipeline: Any, plan_path: str) -> Any:
     """Add the whole graph to `pipeline`; the plan at `plan_path` says what to do."""
     return (
         pipeline
@@ -131,11 +131,11 @@ def _judge_range(units: list[Keys], part: int, plan_path: str) -> list[Answer]:
         Answer(part, keys, bits.size, pack_bits(bits))
         for keys, bits in zip(units, verdict.keep, strict=True)
     ]
-    index = None
+    entry = None
     if dedup.index_out:
-        index = write_index_range(dedup.index_out, part, plan.ranges, verdict.index)
+        entry = write_index_range(dedup.index_out, part, plan.ranges, verdict.index)
     answers[0] = answers[0]._replace(
-        distinct=verdict.distinct, repeated=verdict.repeated, index=index
+        distinct=verdict.distinct, repeated=verdict.repeated, index_entry=entry
     )
     return answers
 
@@ -162,7 +162,7 @@ def _clean(element: tuple[int, Iterable[Answer]], plan_path: str) -> tuple[int, 
         "fault": faults[0] if faults else "",
         "distinct": sum(answer.distinct for answer in answers),
         "repeated": sum(answer.repeated for answer in answers),
-        "index": [answer.index for answer in answers if answer.index is not None],
+        "index": [answer.index_entry for answer in answers if answer.index_entry],
     }
 
 

@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import hashlib
 import unicodedata
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -37,9 +37,8 @@ from models.characters import (
     CharacterTable,
     Folded,
     decode,
-    fold_composed,
     is_noise,
-    joins_or_changes,
+    is_joined_or_mark,
     remove_accents,
     without_accent,
 )
@@ -49,6 +48,7 @@ Profile = Literal["ccnet", "unicode"]
 
 _SHA1_BYTES = 20
 _KEY_BYTES = 8
+_BLOCK_CHARS = 32_768
 
 
 class PageParagraphs(NamedTuple):
@@ -89,24 +89,37 @@ def paragraph_hashes(texts: Sequence[str], profile: Profile) -> PageParagraphs:
     texts: one for each page: its lines, stripped (`page_lines`), joined by "\n". A page
     gives text.count("\n") + 1 hashes, so an empty page gives one, that of "".
     """
-    page_keys = _page_keys(profile)
+    keys_of = _keys_function(profile)
     sha1 = hashlib.sha1
-    digests = []
-    paragraphs = np.zeros(len(texts) + 1, np.int64)
-    for page, text in enumerate(texts, start=1):
-        keys = page_keys(text)
-        digests.append(b"".join([sha1(key).digest() for key in keys]))
-        paragraphs[page] = len(keys)
+    digests = [
+        b"".join([sha1(key).digest() for key in keys_of(block)]) for block in _blocks(texts)
+    ]
     by_paragraph = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, _SHA1_BYTES)
     hashes = np.ascontiguousarray(by_paragraph[:, :_KEY_BYTES]).view("<u8").reshape(-1)
-    return PageParagraphs(hashes, np.cumsum(paragraphs))
+    offsets = np.zeros(len(texts) + 1, np.int64)
+    np.cumsum([text.count("\n") + 1 for text in texts], out=offsets[1:])
+    return PageParagraphs(hashes, offsets)
 
 
-def _page_keys(profile: Profile) -> Callable[[str], list[bytes]]:
+def _blocks(texts: Sequence[str]) -> Iterator[str]:
+    """Pages joined, so that array calls have enough to do and their arrays stay in cache."""
+    block: list[str] = []
+    chars = 0
+    for text in texts:
+        block.append(text)
+        chars += len(text)
+        if chars >= _BLOCK_CHARS:
+            yield "\n".join(block)
+            block, chars = [], 0
+    if block:
+        yield "\n".join(block)
+
+
+def _keys_function(profile: Profile) -> Callable[[str], list[bytes]]:
     if profile == "ccnet":
-        return _ccnet_page_keys
+        return _ccnet_keys
     if profile == "unicode":
-        return _unicode_page_keys
+        return _unicode_keys
     raise _unknown_profile(profile)
 
 
@@ -140,7 +153,7 @@ def _ccnet_table() -> CharacterTable:
         # One page is folded at once, so line breaks stay. U+0130 is left to `depends`.
         return "\n" if character == "\n" else _ccnet_character(character.lower()[0])
 
-    return CharacterTable(fold, depends=lambda c: c in "Σİ")
+    return CharacterTable(fold, lambda c: c in "Σİ")
 
 
 @lru_cache(maxsize=1)
@@ -152,25 +165,22 @@ def _unicode_table() -> CharacterTable:
             return "\n" if character == "\n" else " "
         return _unicode_character(without_accent(character))
 
-    return CharacterTable(fold, depends=joins_or_changes)
+    return CharacterTable(fold, lambda c: is_joined_or_mark(c) and not _is_removed(c))
 
 
-def _ccnet_page_keys(text: str) -> list[bytes]:
+def _ccnet_keys(text: str) -> list[bytes]:
     table = _ccnet_table()
     folded = table.fold_or_none(text)
     if folded is None:
-        # U+0130 becomes two characters and capital sigma looks at its neighbours; after
-        # Python's lower case no such character is left.
-        folded = table.fold(text.lower())
+        folded = table.fold(text.lower() if "Σ" in text else text.replace("İ", "i\u0307"))
     return _utf8(folded).split(b"\n")
 
 
-def _unicode_page_keys(text: str) -> list[bytes]:
+def _unicode_keys(text: str) -> list[bytes]:
     table = _unicode_table()
     folded = table.fold_or_none(text)
     if folded is None:
-        kept = table.without_deleted(text)
-        folded = fold_composed(unicodedata.normalize("NFC", kept), table)
+        folded = table.fold_without_accents(text, partial(unicodedata.normalize, "NFC"))
     keys = _utf8(folded)
     while b"  " in keys:
         keys = keys.replace(b"  ", b" ")

@@ -208,7 +208,7 @@ def _language_models(recipe: MineRecipe) -> dict[str, LanguageModel]:
     return {
         language: LanguageModel(
             tokenizer=_model_file(os.fspath(pair.tokenizer)),
-            ngram=_model_file(os.fspath(pair.ngram)),
+            ngram=_model_file(os.fspath(pair.model)),
         )
         for language, pair in sorted(found.items())
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -119,13 +120,10 @@ def _claimed(plan: Plan, *, restart: bool) -> Iterator[None]:
 
 
 def _lock(stack: contextlib.ExitStack, directory: str, path: str) -> None:
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR)
+    stack.callback(os.close, descriptor)
     try:
-        import fcntl  # noqa: PLC0415  (there is none on Windows)
-    except ImportError:
-        return
-    file = stack.enter_context(open(path, "ab"))  # noqa: PTH123
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         raise UserError(
             f"another run is at work in output '{directory}': wait for it, or choose another folder"

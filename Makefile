@@ -1,0 +1,33 @@
+# Every target prepares .venv itself: it needs Python 3.11 and a C++ compiler, nothing else.
+PYTHON ?= python3.11
+BIN := .venv/bin
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+
+.PHONY: demo test test-all lint bench clean
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: .venv/ready
+	$(BIN)/gristmill demo out/demo
+
+test: .venv/ready
+	$(PYTEST) -m 'not slow'
+
+test-all: .venv/ready
+	$(PYTEST)
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/ready
+	$(BIN)/python -m scripts.bench_mine
+
+clean:
+	rm -rf .venv out

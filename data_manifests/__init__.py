@@ -1,0 +1,1 @@
+"""Recipes, registries and the sample crawl: data that comes with Gristmill."""

@@ -1,0 +1,354 @@
+"""Reads WET: the pages of one stored file, and what of the file could not be read.
+
+FastWARC parses the records of intact text. It skips or clips odd ones without a word (LF line
+ends, header names in lower case, wrong lengths, a cut end), so each record must account for its
+bytes: header, Content-Length, CRLFCRLF, and there the next record. Where the account does not
+close, a parser of our own takes over for that record.
+
+The rules, where the format leaves a choice or the file breaks it:
+
+- A record is delimited by Content-Length, never by text. Only when no record and no end of data
+  follows there is the length wrong; then the body ends at the next line `WARC/x.y` whose header
+  has a WARC-Type, or at the end of the data, and the record says `length_corrected`. A body that
+  is followed by CRLFCRLF, or whose digest matches, is right whatever comes after.
+- Headers by name, in any order and case; of a repeated one the first counts; folded lines are
+  joined; lines without a colon are passed over. A page without a URI is a page with url "".
+- A record that the data ends in is lost, however much of it there is.
+- The text of a member that is not whole is read up to the fault. Its last record is lost even if
+  its length seems right, since nothing vouches for it. In a damaged member (bytes changed, not
+  just the end missing) a record whose SHA-1 block digest is wrong is lost too, and no length is
+  corrected.
+- A record over `max_record_bytes`, or a header over `max_header_bytes`, is lost; reading goes on
+  at the next record. Only the beginning of a line or member counts as one, but a too large body
+  which itself holds records would be taken apart there.
+- A member that was taken out of the file leaves no trace, and none is reported.
+
+A loss is a range of the stored file. In a compressed file its bounds are those of the stored
+blocks (8 KiB of gzip, a zstd block; never beyond the member) that hold the lost bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from fastwarc.warc import ArchiveIterator
+
+from pipelines import containers
+from pipelines.containers import Gap, GapReason
+from pipelines.wet_headers import (
+    HEADER_END,
+    VERSION_LINE,
+    VERSION_LINE_BYTES,
+    content_length,
+    digest_is_right,
+    may_be_page,
+    parse_headers,
+)
+from pipelines.wet_window import Items, Window
+
+LossReason = (
+    GapReason | Literal["truncated_record", "not_warc", "record_too_large", "header_too_large"]
+)
+
+_LOOKAHEAD_BYTES = 4 << 10
+_TRAILER = b"\r\n\r\n"
+_FAST_VERSIONS = (b"WARC/1.0\r\n", b"WARC/1.1\r\n")
+_BLANK = re.compile(rb"[\r\n]*")
+_CUT_VERSION_LINE = re.compile(rb"WARC/[\d.]*[ \t]*\r?")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One `conversion` record: a page as crawled. Absent headers are ""."""
+
+    url: str
+    """WARC-Target-URI without `<` and `>`; it may hold spaces."""
+    date: str
+    digest: str
+    record_id: str
+    identified_language: str
+    warc_offset: int
+    """Offset in the stored file of the gzip member or zstd frame that holds the record's first
+    byte; in an uncompressed file, of the record."""
+    body: bytes
+    length_corrected: bool
+    """Content-Length was wrong or missing; the next record, or the end, ended the body."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A range of the stored file that could not be read."""
+
+    offset: int
+    bytes: int
+    reason: LossReason
+    record: bool
+    """A `conversion` record is known to have been lost there (or one that hides its type)."""
+
+
+@dataclass(slots=True)
+class ReadCounts:
+    """How many records a file gave. `lost` may exceed the losses: one range can hold several."""
+
+    read: int = 0
+    """Conversion records delivered."""
+    not_pages: int = 0
+    """Complete records of other types."""
+    lost: int = 0
+    """Conversion records known to be lost."""
+    length_corrected: int = 0
+    """Of those read, the ones with a wrong or missing Content-Length."""
+
+
+class WetReader:
+    """Iterates over the pages of a stored WET file: gzip, zstd or plain, told by its bytes.
+
+    `data` is the whole stored file, for instance memory-mapped (`models.files.mapped`). Memory
+    is bounded by the limits, not by the file. Bad bytes never raise. `counts` and `losses`
+    (sorted, disjoint) are complete when the iteration is; each iteration begins anew.
+
+    >>> page = b"WARC/1.0\\r\\nWARC-Type: conversion\\r\\nContent-Length: 2\\r\\n\\r\\nhi"
+    >>> reader = WetReader(page)
+    >>> [record.body for record in reader], reader.counts.read, reader.losses
+    ([b'hi'], 1, [])
+    """
+
+    def __init__(
+        self,
+        data: memoryview | bytes,
+        *,
+        max_record_bytes: int = 64 << 20,
+        max_header_bytes: int = 64 << 10,
+    ) -> None:
+        self._data = memoryview(data)
+        self._max_record_bytes = max_record_bytes
+        self._max_header_bytes = max_header_bytes
+        self._expects_record = False
+        self.counts = ReadCounts()
+        self.losses: list[Loss] = []
+
+    def __iter__(self) -> Iterator[Record]:
+        self.counts = ReadCounts()
+        self.losses = []
+        # Whether a record should begin at the place that has been reached: the file has shown
+        # records, and the last one was complete.
+        self._expects_record = False
+        items = Items(containers.read(self._data))
+        while (item := items.advance()) is not None:
+            if isinstance(item, Gap):
+                known = self._expects_record and item.reason != "garbage"
+                self._lose(item.offset, item.end, item.reason, known)
+            else:
+                yield from self._records(Window(item, items, self._max_header_bytes))
+
+    def _records(self, window: Window) -> Iterator[Record]:
+        while _skip_blank(window):
+            if window.fault is None:
+                yield from self._fast_records(window)
+                if not _skip_blank(window):
+                    return
+            record = self._careful_record(window)
+            if record is not None:
+                yield record
+
+    def _fast_records(self, window: Window) -> Iterator[Record]:
+        """The records that lie whole and in perfect order in the window, by FastWARC."""
+        text = window.text
+        if not text.startswith(_FAST_VERSIONS, window.position):
+            return
+        stream = io.BytesIO(text)  # shares the bytes
+        stream.seek(window.position)
+        archive = iter(
+            ArchiveIterator(
+                stream,
+                parse_http=False,
+                stream_detect=False,
+                max_header_len=self._max_header_bytes,
+            )
+        )
+        while True:
+            start = window.position
+            try:
+                parsed = next(archive, None)
+                if parsed is None or parsed.stream_pos != start:
+                    return
+                headers = list(parsed.headers)
+            except (OSError, ValueError):
+                return
+            fields = {name.lower(): value for name, value in headers}
+            body = text.find(_TRAILER, start) + len(_TRAILER)
+            length = content_length(fields)
+            if (
+                body < len(_TRAILER)
+                # One line a header, none folded, none repeated, none that ends in LF alone.
+                or text.count(b"\n", start, body) != len(headers) + 2
+                or len(fields) != len(headers)
+                or "warc-type" not in fields
+                or length is None
+                or length > self._max_record_bytes
+            ):
+                return
+            end = body + length
+            following = end + len(_TRAILER)
+            if text[end:following] != _TRAILER or not text.startswith(b"WARC/", following):
+                return
+            record = self._accept(fields, window.member_of(0), text[body:end], False)
+            window.position = following
+            if record is not None:
+                yield record
+
+    def _careful_record(self, window: Window) -> Record | None:
+        """The record at the position, if it is a page and can be read. Always moves on."""
+        have = window.ensure(self._max_header_bytes + _LOOKAHEAD_BYTES)
+        version = VERSION_LINE.match(window.text, window.position)
+        if version is None:
+            self._lose_not_warc(window, have)
+            return None
+        header_bytes = version.end() - window.position
+        end = HEADER_END.search(
+            window.text, version.end() - 1, window.position + self._max_header_bytes
+        )
+        limit = min(have, self._max_header_bytes) if end is None else end.end() - window.position
+        nested = window.find_record(header_bytes, limit)
+        header = window.text[window.position : window.position + limit]
+        if end is None or nested is not None:
+            too_large = nested is None and have > self._max_header_bytes
+            reason: LossReason = "header_too_large" if too_large else "truncated_record"
+            self._lose_to_next(window, header_bytes, reason, may_be_page(header))
+            return None
+        return self._careful_body(window, parse_headers(header), limit, may_be_page(header))
+
+    def _careful_body(
+        self, window: Window, fields: dict[str, str], body: int, page: bool
+    ) -> Record | None:
+        """The record whose headers are `fields` and whose body begins at `body`."""
+        length = content_length(fields)
+        if length is not None and length <= self._max_record_bytes:
+            end = body + length
+            have = window.ensure(end + _LOOKAHEAD_BYTES + VERSION_LINE_BYTES)
+            if have >= end and _closes(window, fields, body, end):
+                text = window.text[window.position + body : window.position + end]
+                if window.fault == "damaged_member" and digest_is_right(fields, text) is False:
+                    self._lose_to_next(window, end, "damaged_member", page)
+                    return None
+                return self._take(window, fields, text, end, corrected=False)
+        if window.fault == "damaged_member":
+            self._lose_to_next(window, body, "damaged_member", page)
+            return None
+        limit = body + self._max_record_bytes + len(_TRAILER)
+        found = window.find_record(body, limit + 1)
+        have = window.ensure(limit + 1)
+        if found is None and have <= limit:
+            if window.fault is not None or (length is not None and length > have - body):
+                self._lose_to_next(window, have, "truncated_record", page)
+                return None
+            found = have
+        text = (
+            b"" if found is None else window.text[window.position + body : window.position + found]
+        )
+        text = text.removesuffix(_TRAILER if text.endswith(_TRAILER) else b"\n\n")
+        if found is None or len(text) > self._max_record_bytes:
+            self._lose_to_next(window, body, "record_too_large", page)
+            return None
+        return self._take(window, fields, text, found, corrected=True)
+
+    def _take(
+        self, window: Window, fields: dict[str, str], body: bytes, end: int, *, corrected: bool
+    ) -> Record | None:
+        record = self._accept(fields, window.member_of(0), body, corrected)
+        window.position += end
+        return record
+
+    def _accept(
+        self, fields: dict[str, str], warc_offset: int, body: bytes, corrected: bool
+    ) -> Record | None:
+        """Count a complete record; the record itself when it is a page."""
+        self._expects_record = True
+        if fields.get("warc-type", "").lower() != "conversion":
+            self.counts.not_pages += 1
+            return None
+        self.counts.read += 1
+        self.counts.length_corrected += corrected
+        url = fields.get("warc-target-uri", "")
+        return Record(
+            url=url[1:-1] if url.startswith("<") and url.endswith(">") else url,
+            date=fields.get("warc-date", ""),
+            digest=fields.get("warc-block-digest", ""),
+            record_id=fields.get("warc-record-id", ""),
+            identified_language=fields.get("warc-identified-content-language", ""),
+            warc_offset=warc_offset,
+            body=body,
+            length_corrected=corrected,
+        )
+
+    def _lose_not_warc(self, window: Window, have: int) -> None:
+        """Pass over bytes that are no record."""
+        cut = have < VERSION_LINE_BYTES and _CUT_VERSION_LINE.fullmatch(
+            window.text, window.position
+        )
+        if cut:
+            self._lose_to_next(window, have, "truncated_record", True)
+            return
+        # The first record of a member whose very beginning is damaged.
+        known = window.fault is not None and window.untouched and self._expects_record
+        self._lose_to_next(window, 1, "not_warc", known)
+
+    def _lose_to_next(self, window: Window, start: int, reason: LossReason, record: bool) -> None:
+        """Lose the bytes from the position to the next record at or behind `start`."""
+        offset = window.offset_of(0)
+        if window.skip_to_record(start):
+            end = window.offset_behind(0)
+        elif window.fault is None:
+            end = window.stored_end
+            self._expects_record = False
+        else:
+            end = window.take_gap()
+            reason = window.fault
+        self._lose(offset, end, reason, record)
+
+    def _lose(self, offset: int, end: int, reason: LossReason, record: bool) -> None:
+        self.counts.lost += record
+        last = self.losses[-1] if self.losses else None
+        if last is not None:
+            offset = max(offset, last.offset + last.bytes)
+            if offset >= end:
+                # All of it lies in the blocks of the loss before.
+                if record and not last.record:
+                    self.losses[-1] = Loss(last.offset, last.bytes, reason, True)
+                return
+        self.losses.append(Loss(offset, end - offset, reason, record))
+
+
+def _skip_blank(window: Window) -> bool:
+    """Move over line ends. False at the end of the window."""
+    while window.ensure(1):
+        blank = _BLANK.match(window.text, window.position)
+        window.position = window.position if blank is None else blank.end()
+        if window.position < len(window.text):
+            return True
+    return False
+
+
+def _closes(window: Window, fields: dict[str, str], body: int, end: int) -> bool:
+    """Whether a record that begins at the position can end at `end`."""
+    text, at = window.text, window.position + end
+    blank = _BLANK.match(text, at, at + _LOOKAHEAD_BYTES)
+    behind = at if blank is None else blank.end()
+    if VERSION_LINE.match(text, behind):
+        return True
+    if window.fault is not None:
+        return False
+    return (
+        behind == len(text)
+        or behind == at + _LOOKAHEAD_BYTES
+        or text.startswith(_TRAILER, at)
+        or (
+            len(text) - behind < VERSION_LINE_BYTES
+            and bool(_CUT_VERSION_LINE.fullmatch(text, behind))
+        )
+        or digest_is_right(fields, text[window.position + body : at]) is True
+    )

@@ -1,0 +1,233 @@
+"""`gristmill`: the front door. Each verb is one function; its docstring is its help."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+
+from models.errors import Fault, UserError
+
+EXIT_FAULT = 1
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+def mine(arguments: argparse.Namespace) -> int:
+    """Mine WET files: dedup, language, quality, Parquet shards and a manifest.
+
+    RECIPE is a TOML file or the name of a shipped recipe. What stands after -- goes to Beam.
+
+    example: gristmill mine default --input 'wet/*.gz' --output out/mined --workers 2
+    """
+    from pipelines.plan import make_plan
+    from pipelines.recipe import load_recipe
+    from pipelines.report import funnel
+    from pipelines.run import mine as run_mine
+
+    overrides = list(arguments.set)
+    if arguments.input:
+        overrides.append(f"input.paths={json.dumps(arguments.input)}")
+    if arguments.output:
+        overrides.append(f"output.directory={json.dumps(arguments.output)}")
+    if arguments.workers:
+        overrides.append(f"run.workers={arguments.workers}")
+    recipe = load_recipe(arguments.recipe, overrides)
+    if arguments.dry_run:
+        plan = make_plan(recipe)
+        if arguments.json:
+            print(plan.model_dump_json())
+            return 0
+        print(json.dumps(recipe.model_dump(mode="json"), indent=1, ensure_ascii=False))
+        stored = sum(file.bytes for file in plan.inputs)
+        groups = len({file.group for file in plan.inputs})
+        print(
+            f"{len(plan.inputs):,} WET files, {stored:,} bytes, {groups:,} dedup groups of "
+            f"{plan.ranges:,} ranges; language models: {', '.join(plan.language_models) or 'none'}"
+        )
+        return 0
+    manifest = run_mine(recipe, arguments.beam, restart=arguments.restart)
+    print(manifest.to_json() if arguments.json else funnel(manifest))
+    for entry in manifest.inputs:
+        if entry.failed:
+            print(f"warning: input '{entry.name}' {entry.failed}", file=sys.stderr)
+    if not manifest.outputs:
+        print("warning: no page was kept: see the reasons above", file=sys.stderr)
+    return 0
+
+
+def crawl(arguments: argparse.Namespace) -> int:
+    """Resolve a Common Crawl snapshot, or any list of WET files, into a crawl manifest.
+
+    SNAPSHOT is CC-MAIN-YYYY-WW, or the path or URL of a wet.paths or wet.paths.gz file. The
+    manifest is an input of `gristmill mine`.
+
+    example: gristmill crawl CC-MAIN-2026-04 --sample 8 --download --output wet
+    """
+    from scripts.crawl_command import crawl as run_crawl
+
+    return run_crawl(arguments)
+
+
+def inspect(arguments: argparse.Namespace) -> int:
+    """Show a mined crawl (the funnel), a Parquet shard, or a WET file.
+
+    example: gristmill inspect out/mined --sample language=bn bucket=head -n 5
+    """
+    from scripts.inspection import inspect as run_inspect
+
+    return run_inspect(
+        arguments.target,
+        verify=arguments.verify,
+        as_json=arguments.json,
+        sample=arguments.sample,
+        count=arguments.n,
+    )
+
+
+def models(arguments: argparse.Namespace) -> int:
+    """List, fetch and verify registered models; train SentencePiece and KenLM models.
+
+    example: gristmill models train-ngram prose/bn.txt --language bn --output lm
+    """
+    from scripts.models_command import COMMANDS
+
+    return COMMANDS[arguments.action](arguments)
+
+
+def demo(arguments: argparse.Namespace) -> int:
+    """The whole chain on the sample crawl that comes with Gristmill, in minutes.
+
+    example: gristmill demo out/demo
+    """
+    from scripts.demo import demo as run_demo
+
+    return run_demo(arguments.directory, workers=arguments.workers or 1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gristmill", description="From raw Common Crawl text to a trained language model."
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    verb = _verb(verbs, mine)
+    verb.add_argument("recipe", metavar="RECIPE")
+    verb.add_argument("--set", action="append", default=[], metavar="SECTION.FIELD=VALUE",
+                      help="override one field of the recipe; may be repeated")  # fmt: skip
+    verb.add_argument("--input", action="append", metavar="PATH", help="short for input.paths")
+    verb.add_argument("--output", metavar="DIR", help="short for output.directory")
+    verb.add_argument("--workers", type=_positive, metavar="N", help="local processes")
+    verb.add_argument("--restart", action="store_true", help="throw an earlier run's files away")
+    verb.add_argument("--dry-run", action="store_true", help="print the recipe and the plan only")
+    verb.add_argument(
+        "--json", action="store_true", help="print the manifest, or the plan, as JSON"
+    )
+
+    verb = _verb(verbs, crawl)
+    verb.add_argument("snapshot", metavar="SNAPSHOT")
+    verb.add_argument("--output", metavar="DIR", default="wet",
+                      help="folder of crawl.json and of downloads (default: wet)")  # fmt: skip
+    verb.add_argument("--base-url", metavar="URL", default="https://data.commoncrawl.org")
+    verb.add_argument("--num-shards", type=_positive, metavar="N", help="group files as CCNet does")
+    verb.add_argument("--segments-per-shard", type=_positive, metavar="N", default=-1,
+                      help="take the first N files of each shard only")  # fmt: skip
+    verb.add_argument("--sample", type=_positive, metavar="N", help="N files spread over the crawl")
+    verb.add_argument("--seed", type=int, default=0, help="of --sample (default: 0)")
+    verb.add_argument("--download", type=_positive, nargs="?", const=0, metavar="N",
+                      help="fetch the files, or the first N of them")  # fmt: skip
+    verb.add_argument("--json", action="store_true", help="print the crawl manifest")
+
+    verb = _verb(verbs, inspect)
+    verb.add_argument("target", metavar="MANIFEST_OR_SHARD")
+    verb.add_argument("--verify", action="store_true", help="check every sum and digest")
+    verb.add_argument("--sample", nargs="*", metavar="COLUMN=VALUE",
+                      help="print pages; columns language, bucket, host")  # fmt: skip
+    verb.add_argument("-n", type=_positive, default=3, metavar="N", help="how many pages (3)")
+    verb.add_argument("--json", action="store_true", help="for programs")
+
+    verb = _verb(verbs, models)
+    _model_actions(verb)
+
+    verb = _verb(verbs, demo)
+    verb.add_argument("directory", nargs="?", default="out/demo", metavar="DIR")
+    verb.add_argument("--workers", type=_positive, metavar="N", help="local processes")
+    return parser
+
+
+def _model_actions(verb: argparse.ArgumentParser) -> None:
+    actions = verb.add_subparsers(dest="action", required=True, metavar="ACTION")
+    action = actions.add_parser("list", help="registered models, and which are here")
+    action.add_argument("--json", action="store_true", help="for programs")
+    action = actions.add_parser("fetch", help="download registered models")
+    action.add_argument("names", nargs="+", metavar="NAME")
+    action.add_argument("--trust-first-use", action="store_true",
+                        help="accept an unknown SHA-256 and remember it")  # fmt: skip
+    actions.add_parser("verify", help="check the digest of every model that is here")
+    actions.add_parser("build-kenlm", help="build lmplz and build_binary, once")
+    for name, what in (("train-tokenizer", "SentencePiece unigram"), ("train-ngram", "KenLM")):
+        action = actions.add_parser(name, help=f"train a {what} model from plain text")
+        action.add_argument("texts", nargs="+", metavar="TEXT", help="files, a paragraph a line")
+        action.add_argument("--language", required=True, metavar="CODE")
+        action.add_argument("--output", required=True, metavar="DIR")
+        action.add_argument("--profile", choices=["unicode", "ccnet"], default="unicode",
+                            help="text normalisation; the recipe's quality.profile")  # fmt: skip
+        if name == "train-tokenizer":
+            action.add_argument("--vocab-size", default="auto", metavar="N",
+                                help="pieces, or 'auto': as many as the text allows")  # fmt: skip
+        else:
+            action.add_argument("--order", type=_positive, default=5, metavar="N")
+
+
+def _verb(verbs: argparse._SubParsersAction, function: Callable) -> argparse.ArgumentParser:  # type: ignore[type-arg]
+    name = function.__name__
+    text = (function.__doc__ or "").strip()
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        name,
+        help=text.split("\n", 1)[0],
+        description="\n".join(line.strip() for line in text.split("\n")),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(function=function)
+    return parser
+
+
+def _positive(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of 1 or more")
+    return number
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb. Exit codes: 0 done, 1 a fault, 2 the user's mistake, 130 Ctrl+C."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    beam: list[str] = []
+    if "--" in words:
+        words, beam = words[: words.index("--")], words[words.index("--") + 1 :]
+    parser = _parser()
+    parsed = parser.parse_args(words)
+    parsed.beam = beam
+    if beam and parsed.verb != "mine":
+        parser.error(f"'-- {' '.join(beam)}': only mine passes options to Beam")
+    try:
+        return int(parsed.function(parsed))
+    except UserError as error:
+        print(f"gristmill: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except Fault as error:
+        print(f"gristmill: fault: {error}", file=sys.stderr)
+        return EXIT_FAULT
+    except KeyboardInterrupt:
+        print("gristmill: stopped; run the same command again to go on", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
