@@ -97,15 +97,13 @@ def mapped(url: str | os.PathLike[str]) -> Iterator[memoryview]:
             yield memoryview(b"")
             return
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        view = memoryview(mapping)
         try:
-            view = memoryview(mapping)
-            try:
-                yield view
-            finally:
-                view.release()
+            yield view
         finally:
             # Someone may still hold a slice of the view: then the mapping goes with the last one.
             with contextlib.suppress(BufferError):
+                view.release()
                 mapping.close()
 
 

@@ -108,8 +108,10 @@ class _Codec(NamedTuple):
 
 def _detect(data: memoryview) -> _Codec | None:
     """The codec of `data`; None for plain bytes."""
+    if not data:
+        return None
     codecs = (
-        _Codec(b"\x1f\x8b\x08", re.compile(rb"\x1f\x8b\x08[\0-\x1f]"), _gzip_blocks),
+        _Codec(b"\x1f\x8b\x08", re.compile(rb"\x1f\x8b\x08(?=[\0-\x1f])"), _gzip_blocks),
         _Codec(
             b"\x28\xb5\x2f\xfd",
             re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18", re.DOTALL),
@@ -117,7 +119,7 @@ def _detect(data: memoryview) -> _Codec | None:
         ),
     )
     for codec in codecs:
-        if codec.starts.match(data):
+        if codec.starts.match(data) or codec.magic.startswith(bytes(data[: len(codec.magic) + 1])):
             return codec
     if not _PLAIN_WARC.match(data):
         # The beginning may be what is damaged.
@@ -350,7 +352,7 @@ def _readable_beginning(
 def _reason_without_magic(data: memoryview, at: int, magic: bytes) -> GapReason:
     """Why nothing can be read at `at`, where a member should begin but its magic number is not."""
     head = bytes(data[at : at + len(magic)])
-    if len(head) < len(magic) and magic.startswith(head):
+    if at + len(magic) >= len(data) and magic.startswith(head):
         return "truncated_member"
     equal = sum(a == b for a, b in zip(head, magic, strict=False))
     return "damaged_member" if equal >= len(magic) - 1 else "garbage"

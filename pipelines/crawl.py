@@ -8,8 +8,7 @@ count. What a listed path means does not depend on what happens to exist:
 - relative, in a snapshot's list or beginning with `crawl-data/`: below `base_url`;
 - any other relative path: below the folder of the list.
 
-`download` brings the files themselves, one after the other: Common Crawl asks its users to be
-sparing, and mining reads straight from the URLs.
+Mining reads straight from the URLs; `pipelines/crawl_download.py` brings the files into a folder.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import json
 import os
 import re
 import zlib
+from collections import Counter
 from pathlib import Path
 from typing import Literal, Self
 from urllib.parse import urlsplit
@@ -91,7 +91,7 @@ class CrawlManifest(_Strict):
         head = json.dumps(self.model_dump(exclude={"files"}), indent=1, ensure_ascii=False)
         lines = [json.dumps(file.model_dump(), ensure_ascii=False) for file in self.files]
         body = ",\n".join(f"  {line}" for line in lines)
-        return f'{head.removesuffix("\n}")},\n "files": [\n{body}\n ]\n}}\n'
+        return head.removesuffix("\n}") + f',\n "files": [\n{body}\n ]\n}}\n'
 
     def write(self, url: str | os.PathLike[str]) -> None:
         """Write the manifest to a path or fsspec URL, all of it or nothing. Raises OSError."""
@@ -258,7 +258,7 @@ def _path_fault(path: str) -> str | None:
     if not _place(path):
         return f"the path '{path}' names no file"
     if any(ord(character) < 32 or ord(character) == 127 for character in path):
-        return f"the path {ascii(path)} holds control characters"
+        return f"the path {path!a} holds control characters"
     if ".." in re.split(r"[/\\]", path):
         return f"the path '{path}' leads upwards ('..')"
     return None
@@ -286,14 +286,12 @@ def _url(path: str, folder: str) -> str:
 
 def _refuse_duplicates(urls: list[str], list_url: str) -> None:
     # Read twice, every page of a file would be its own duplicate, and dedup might drop both.
-    if len(set(urls)) == len(urls):
-        return
-    seen: set[str] = set()
-    twice = [url for url in urls if url in seen or seen.add(url)]  # type: ignore[func-returns-value]
-    raise UserError(
-        f"the list '{list_url}' names {len(set(twice))} files more than once, the first is "
-        f"'{twice[0]}'; keep one line of each: awk '!seen[$0]++' LIST > CLEAN"
-    )
+    twice = [url for url, times in Counter(urls).items() if times > 1]
+    if twice:
+        raise UserError(
+            f"the list '{list_url}' names {len(twice)} files more than once, the first is "
+            f"'{twice[0]}'; keep one line of each: awk '!seen[$0]++' LIST > CLEAN"
+        )
 
 
 def _local_sizes(urls: list[str]) -> dict[str, int]:

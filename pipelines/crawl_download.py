@@ -6,6 +6,7 @@ mining reads straight from the URLs, so that a download is for samples and offli
 
 from __future__ import annotations
 
+import shutil
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -131,22 +132,48 @@ def _target(folder: Path, file: CrawlFile) -> Path:
 
 
 def _bring(
-    file: CrawlFile, target: Path, report: Callable[[int, int | None], None], policy: RetryPolicy | None
+    file: CrawlFile,
+    target: Path,
+    report: Callable[[int, int | None], None],
+    policy: RetryPolicy | None,
 ) -> CrawlFile:
-    """The file at `target`, complete. Raises DownloadFailed, OSError, UserError."""
-    here = _as_stored(file, target)
-    if here is None or (file.bytes is None and ends_whole(target) is False):
+    """The complete file at `target`, fetched if need be. Raises DownloadFailed, OSError."""
+    here = _stored(file, target)
+    # Without a known size, a file that someone else left here may be the start of one.
+    cut = here is not None and file.bytes is None and ends_whole(target) is False
+    if here is None or cut or not _fits(here, file):
         if file.url.startswith(("http://", "https://")):
-            fetch_file(
-                file.url, target, size_bytes=file.bytes, policy=policy, progress=report
-            )
+            fetch_file(file.url, target, size_bytes=file.bytes, policy=policy, progress=report)
         else:
             _copy(file.url, target)
-        here = _as_stored(file, target)
-        if here is None:
-            target.unlink()
-            raise OSError(f"what came is not the file of the manifest: {file.bytes} bytes, XXH3 "
-                          f"{file.xxh3}")
-    assert here.bytes is not None
-    report(here.bytes, here.bytes)
+        here = _stored(file, target)
+        if here is None or not _fits(here, file):
+            target.unlink(missing_ok=True)
+            raise OSError(f"what came from '{file.url}' is not the file of the manifest")
+    size_bytes = target.stat().st_size
+    report(size_bytes, size_bytes)
     return here
+
+
+def _stored(file: CrawlFile, target: Path) -> CrawlFile | None:
+    if not target.is_file():
+        return None
+    found = {"url": str(target), "bytes": target.stat().st_size, "xxh3": files.xxh3_file(target)}
+    return file.model_copy(update=found)
+
+
+def _fits(here: CrawlFile, file: CrawlFile) -> bool:
+    return file.bytes in (None, here.bytes) and file.xxh3 in (None, here.xxh3)
+
+
+def _copy(url: str, target: Path) -> None:
+    with files.atomic_path(target) as temporary:
+        if files.is_local(url):
+            shutil.copyfile(files.local_path(url), temporary)
+            return
+        try:
+            system, path = files.filesystem(url)
+            system.get_file(path, str(temporary))
+        except Exception as error:
+            # Each storage library has exceptions of its own, with no common base.
+            raise OSError(f"'{url}': {type(error).__name__}: {error}") from error

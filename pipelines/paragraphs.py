@@ -24,9 +24,10 @@ tables derived from the same Unicode data.
 from __future__ import annotations
 
 import hashlib
+import re
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -49,6 +50,7 @@ Profile = Literal["ccnet", "unicode"]
 _SHA1_BYTES = 20
 _KEY_BYTES = 8
 _BLOCK_CHARS = 32_768
+_SPACES = re.compile(b"  +")
 
 
 class PageParagraphs(NamedTuple):
@@ -180,11 +182,14 @@ def _unicode_keys(text: str) -> list[bytes]:
     table = _unicode_table()
     folded = table.fold_or_none(text)
     if folded is None:
-        folded = table.fold_without_accents(text, partial(unicodedata.normalize, "NFC"))
-    keys = _utf8(folded)
-    while b"  " in keys:
-        keys = keys.replace(b"  ", b" ")
+        folded = table.fold_without_accents(text, _composed)
+    keys = _SPACES.sub(b" ", _utf8(folded))
     return [key.strip() for key in keys.split(b"\n")]
+
+
+def _composed(text: str) -> str:
+    # Line by line, since NFC is slow only on a string that is not in NFC already.
+    return "\n".join([unicodedata.normalize("NFC", line) for line in text.split("\n")])
 
 
 def _utf8(folded: Folded) -> bytes:

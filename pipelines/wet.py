@@ -16,8 +16,9 @@ The rules, where the format leaves a choice or the file breaks it:
 - A record that the data ends in is lost, however much of it there is.
 - The text of a member that is not whole is read up to the fault. Its last record is lost even if
   its length seems right, since nothing vouches for it. In a damaged member (bytes changed, not
-  just the end missing) a record whose SHA-1 block digest is wrong is lost too, and no length is
-  corrected.
+  just the end missing) no length is corrected, and a record must be vouched for: by its SHA-1
+  block digest, or, if it has none, by being UTF-8 and standing before the first sign of damage.
+  Only the digest is proof, and only of the body; Common Crawl writes one for each record.
 - A record over `max_record_bytes`, or a header over `max_header_bytes`, is lost; reading goes on
   at the next record. Only the beginning of a line or member counts as one, but a too large body
   which itself holds records would be taken apart there.
@@ -232,7 +233,7 @@ class WetReader:
             have = window.ensure(end + _LOOKAHEAD_BYTES + VERSION_LINE_BYTES)
             if have >= end and _closes(window, fields, body, end):
                 text = window.text[window.position + body : window.position + end]
-                if window.fault == "damaged_member" and digest_is_right(fields, text) is False:
+                if window.fault == "damaged_member" and not _is_vouched_for(window, fields, text):
                     self._lose_to_next(window, end, "damaged_member", page)
                     return None
                 return self._take(window, fields, text, end, corrected=False)
@@ -300,6 +301,7 @@ class WetReader:
     def _lose_to_next(self, window: Window, start: int, reason: LossReason, record: bool) -> None:
         """Lose the bytes from the position to the next record at or behind `start`."""
         offset = window.offset_of(0)
+        window.shows_damage = True
         if window.skip_to_record(start):
             end = window.offset_behind(0)
         elif window.fault is None:
@@ -352,3 +354,17 @@ def _closes(window: Window, fields: dict[str, str], body: int, end: int) -> bool
         )
         or digest_is_right(fields, text[window.position + body : at]) is True
     )
+
+
+def _is_vouched_for(window: Window, fields: dict[str, str], body: bytes) -> bool:
+    """Whether a record with a right length, from a damaged member, can be believed."""
+    right = digest_is_right(fields, body)
+    if right is not None:
+        return right
+    if window.shows_damage:
+        return False
+    try:
+        body.decode()
+    except UnicodeDecodeError:
+        return False
+    return True

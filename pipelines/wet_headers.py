@@ -10,7 +10,10 @@ import re
 VERSION_LINE = re.compile(rb"WARC/\d{1,3}\.\d{1,3}[ \t]{0,8}\r?\n")
 VERSION_LINE_BYTES = 32
 HEADER_END = re.compile(rb"\r?\n\r?\n")
-_TYPE = re.compile(rb"(?im)^warc-type[ \t]*:[ \t]*([a-z]+)")
+_OTHER_TYPE = re.compile(
+    rb"(?im)^warc-type[ \t]*:[ \t]*"
+    rb"(?:warcinfo|response|resource|request|metadata|revisit|continuation)[ \t]*\r?$"
+)
 # More digits than a length can have are no length.
 _LENGTH = re.compile(r"[0-9]{1,18}")
 _SPACE = " \t\r"
@@ -33,9 +36,8 @@ def digest_is_right(fields: dict[str, str], body: bytes) -> bool | None:
 
 
 def may_be_page(header: bytes) -> bool:
-    """Whether the header, whole or cut, is that of a conversion record or does not say."""
-    found = _TYPE.search(header)
-    return found is None or found[1].lower() == b"conversion"
+    """Whether a header that may be cut or damaged does not name another type than conversion."""
+    return _OTHER_TYPE.search(header) is None
 
 
 def parse_headers(header: bytes) -> dict[str, str]:

@@ -48,6 +48,7 @@ class Window:
         self._base = 0  # bytes of the run before `text`
         self._exact = first.exact
         self.fault: GapReason | None = first.fault
+        self.shows_damage = False  # something in it has turned out wrong
         self.text = first.data
         self.position = 0
         self.ended = False

@@ -158,6 +158,7 @@ class _SiteParser:
         self.drafts: list[_Draft] = []
         self._blocks: dict[str, list[str]] = {}
         self._header: dict[str, str] = {}
+        self._settings: dict[str, str] = {}
         self._open_block: list[str] | None = None
         lines = _numbered_lines(file)
         body = next((at for at, (_, line) in enumerate(lines) if line.startswith("==")), len(lines))
@@ -186,7 +187,7 @@ class _SiteParser:
             self.fail(number, f'kind "{value}" is not one of {", ".join(KINDS)}')
         if key == "scheme" and value not in ("http", "https"):
             self.fail(number, f'scheme "{value}" is not http or https')
-        into[key] = value
+        into[key] = "" if (key, value) == ("identified", "none") else value
 
     def _check_header(self) -> None:
         for key in ("host", "language"):
@@ -222,12 +223,12 @@ class _SiteParser:
         url = f"{self._header.get('scheme', 'https')}://{self.host}{page[1]}"
         if any(draft.page.url == url for draft in self.drafts):
             self.fail(number, f'the path "{page[1]}" has a page already')
-        self._settings: dict[str, str] = {}
+        self._settings = {}
         defaults = Page(
             url=url,
             language=self._header["language"],
             kind="good",
-            identified=self._header.get("identified", "").replace("none", ""),
+            identified=self._header.get("identified", ""),
             lines=(page[2],) if page[2] else (),
         )
         self.drafts.append(_Draft(self.file, defaults, []))
@@ -242,8 +243,6 @@ class _SiteParser:
                 )
             self._setting(number, line.removeprefix("!"), self._settings, _PAGE_KEYS)
             changes: dict[str, Any] = dict(self._settings)
-            if changes.get("identified") == "none":
-                changes["identified"] = ""
             self.drafts[-1] = replace(draft, page=replace(draft.page, **changes))
         elif line.startswith("@article "):
             draft.items.append((number, "article", line.removeprefix("@article ").strip()))

@@ -58,7 +58,8 @@ def test_ccnet_vectors(golden: dict[str, Any], lid176: str) -> None:
 
 
 def test_raw_scores_of_the_ccnet_vectors(golden: dict[str, Any], lid176: str) -> None:
-    cases = [case for case in golden["lid"] if "1" not in case["fed_to_fasttext"]]
+    # "1 2 3 4 5" has no letter, which is `und` by default.
+    cases = [case for case in golden["lid"] if not case["raw_content"].startswith("1")]
     pages = [case["fed_to_fasttext"] for case in cases]
     languages, scores = LanguageIdentifier(lid176).identify(pages)
     assert languages == [case["raw_top1"][0] for case in cases]
