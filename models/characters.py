@@ -66,7 +66,7 @@ never acts and is left out.
 _DEPENDS: Final = np.uint32(1 << 31)  # in a table's value: the image hangs on the neighbours
 _CODE_POINT: Final = np.uint32(0x1FFFFF)
 _CODE_POINTS: Final = 0x110000
-_REPLACED_ONE_BY_ONE: Final = 8
+_REPLACED_ONE_BY_ONE: Final = 8  # kinds of characters; with more, NFC costs less
 
 # Unicode has no letter case, digit, mark, punctuation, format character or decomposition
 # outside these ranges: what is left are ideographs, private use and unassigned. The tests
@@ -183,14 +183,16 @@ class CharacterTable:
         """
         units = code_units(text)
         folded, marked = self._look_up(units)
-        if not folded[marked.places - 1].all():
-            # What is deleted before a mark must not keep it from its letter.
+        if marked.may_change() or not folded[marked.places - 1].all():
+            # What is deleted must not part a mark from its letter, or a sigma from its word.
             units = units[folded != 0]
             folded, marked = self._look_up(units)
-        for replace in (_without_exclusions, lambda units, _: compose(decode(units))):
-            if marked.may_change():
-                units = code_units(replace(units, marked))
-                folded, marked = self._look_up(units)
+        if marked.may_change():
+            units = code_units(_without_exclusions(units, marked))
+            folded, marked = self._look_up(units)
+        if marked.may_change():
+            units = code_units(compose(decode(units)))
+            folded, marked = self._look_up(units)
         folded &= _CODE_POINT
         folded[marked.accents(units)] = 0
         return folded
@@ -200,13 +202,17 @@ class CharacterTable:
         return folded, _Marked.at(np.flatnonzero(folded >= _DEPENDS), units)
 
 
-_MARK, _LETTER, _FIRST, _SECOND, _CHANGES = (np.uint16(1 << bit) for bit in range(5))
+_MARK: Final = np.uint16(1)  # nonspacing mark, category Mn
+_LETTER: Final = np.uint16(2)  # `is_accent_base`
+_FIRST: Final = np.uint16(4)  # NFC can join it to the character after it
+_SECOND: Final = np.uint16(8)  # NFC can join it to a character before it
+_CHANGES: Final = np.uint16(16)  # NFC always replaces it; or a capital sigma
 _CLASS_SHIFT: Final = np.uint16(8)
 
 
 @lru_cache(maxsize=1)
 def _traits() -> NDArray[np.uint16]:
-    """For every code point: the bits above, and its canonical combining class above them."""
+    """For every code point: the bits above, and its canonical combining class over them."""
     traits = np.zeros(_CODE_POINTS, np.uint16)
     firsts, seconds = _joined_pairs()
     for character in _characters():
@@ -259,7 +265,9 @@ class _Marked(NamedTuple):
         bases = marks[run_starts] - 1
         on_letter = (_traits()[units[bases]] & _LETTER) != 0
         on_letter &= bases >= 0  # a run at the very start has no letter; -1 reads the end
-        return marks[np.repeat(on_letter, np.diff(run_starts, append=marks.size))]
+        run_lengths = np.diff(run_starts, append=marks.size)
+        accents: NDArray[np.intp] = marks[np.repeat(on_letter, run_lengths)]
+        return accents
 
 
 def _without_exclusions(units: CodeUnits, marked: _Marked) -> str:

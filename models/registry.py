@@ -3,7 +3,7 @@
 Models stand in the user's cache under their registered names and are known by their SHA-256. A
 registered model whose digest nobody has published is fetched only when the user says so; what
 came then is pinned in `models.lock.toml` in the cache and is the only thing accepted afterwards.
-Left out on purpose: unpacking of archives, and any removal of files that the user put there.
+Left out on purpose: removal of anything from the cache, and archives other than wheels.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from models.fetch import DownloadFailed, RetryPolicy, read_url_bytes
 BASE_URL = "https://data.commoncrawl.org"
 
 _SNAPSHOT = re.compile(r"CC-MAIN-\d{4}-\d{2}")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _LONGEST_LIST_BYTES = 64 << 20  # the largest snapshot's list has about 15 MB, unpacked
 _SOURCES = (
     "a source is a snapshot such as 'CC-MAIN-2024-10', or the path or URL of a list of WET paths, "
@@ -257,9 +258,9 @@ def _listed_paths(data: bytes, url: str) -> list[str]:
 def _path_fault(path: str) -> str | None:
     if not _place(path):
         return f"the path '{path}' names no file"
-    if any(ord(character) < 32 or ord(character) == 127 for character in path):
+    if _CONTROL.search(path):
         return f"the path {path!a} holds control characters"
-    if ".." in re.split(r"[/\\]", path):
+    if ".." in path and ".." in re.split(r"[/\\]", path):
         return f"the path '{path}' leads upwards ('..')"
     return None
 

@@ -38,8 +38,8 @@ from models.characters import (
     CharacterTable,
     Folded,
     decode,
-    is_noise,
     is_joined_or_mark,
+    is_noise,
     remove_accents,
     without_accent,
 )
@@ -93,9 +93,7 @@ def paragraph_hashes(texts: Sequence[str], profile: Profile) -> PageParagraphs:
     """
     keys_of = _keys_function(profile)
     sha1 = hashlib.sha1
-    digests = [
-        b"".join([sha1(key).digest() for key in keys_of(block)]) for block in _blocks(texts)
-    ]
+    digests = [b"".join([sha1(key).digest() for key in keys_of(block)]) for block in _blocks(texts)]
     by_paragraph = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, _SHA1_BYTES)
     hashes = np.ascontiguousarray(by_paragraph[:, :_KEY_BYTES]).view("<u8").reshape(-1)
     offsets = np.zeros(len(texts) + 1, np.int64)

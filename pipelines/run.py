@@ -7,19 +7,17 @@ import fcntl
 import json
 import logging
 import os
+import shlex
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-
-import apache_beam as beam
-from apache_beam.options.pipeline_options import PipelineOptions
+from typing import Any
 
 from models import files
 from models.errors import Fault, UserError
 from pipelines import timings
 from pipelines.manifest import MANIFEST_FILE, Manifest, read_manifest
-from pipelines.mine import build
 from pipelines.plan import Plan, make_plan
 from pipelines.publish import DROPS_FILE, FAULTS_FILE
 from pipelines.recipe import MineRecipe
@@ -143,20 +141,31 @@ def _throw_away(plan: Plan) -> None:
 
 
 def _run_beam(plan: Plan, plan_path: str, beam_options: Sequence[str]) -> None:
-    options = list(beam_options)
-    if not any(option.startswith("--runner") for option in options):
-        # By name: the default DirectRunner first tries to download another runner.
-        options.append("--runner=FnApiRunner")
-        if plan.recipe.run.workers > 1:
-            options += [
-                "--direct_running_mode=multi_processing",
-                f"--direct_num_workers={plan.recipe.run.workers}",
-            ]
-    logging.getLogger("apache_beam").setLevel(logging.ERROR)
-    faults = files.join(plan.staging, FAULTS_FILE)
-    files.remove_tree(faults)
-    with beam.Pipeline(options=PipelineOptions(options)) as pipeline:
+    files.remove_tree(files.join(plan.staging, FAULTS_FILE))
+    # Imported here, behind a handler of ours: Beam's import logs warnings of no concern.
+    logging.getLogger().addHandler(logging.NullHandler())
+    from pipelines.mine import build  # noqa: PLC0415
+
+    with _pipeline(plan.recipe.run.workers, beam_options) as pipeline:
         build(pipeline, plan_path)
+
+
+def _pipeline(workers: int, beam_options: Sequence[str]) -> Any:
+    import apache_beam as beam  # noqa: PLC0415
+    from apache_beam.options.pipeline_options import PipelineOptions  # noqa: PLC0415
+    from apache_beam.runners.portability.fn_api_runner import FnApiRunner  # noqa: PLC0415
+    from apache_beam.transforms.environments import SubprocessSDKEnvironment  # noqa: PLC0415
+
+    logging.getLogger("apache_beam").setLevel(logging.ERROR)
+    if any(option.startswith("--runner") for option in beam_options):
+        return beam.Pipeline(options=PipelineOptions(list(beam_options)))
+    # By name: the default DirectRunner first tries to download another runner.
+    environment = None
+    if workers > 1:
+        command = f"exec {shlex.quote(sys.executable)} -m pipelines.worker"
+        environment = SubprocessSDKEnvironment.from_command_string(command)
+    options = PipelineOptions([*beam_options, f"--direct_num_workers={workers}"])
+    return beam.Pipeline(runner=FnApiRunner(default_environment=environment), options=options)
 
 
 def _raise_faults(plan: Plan) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -172,7 +171,6 @@ def _send_body(
             piece = f"{len(piece):x}\r\n".encode() + piece + b"\r\n"
         handler.wfile.write(piece)
         handler.wfile.flush()
-        if wait_s and not state.closing.is_set():
-            time.sleep(wait_s)
+        state.pause(wait_s)
     if reply.chunked and reply.cut_after_bytes is None:
         handler.wfile.write(b"0\r\n\r\n")

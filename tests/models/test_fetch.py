@@ -18,7 +18,6 @@ from pathlib import Path
 
 import pytest
 
-from models import fetch
 from models.errors import UserError
 from models.fetch import DownloadFailed, RetryPolicy, download, exclusive, read_url_bytes
 from tests.misbehaving_server import MisbehavingServer, Reply, misbehaving_server
@@ -263,8 +262,8 @@ def test_slow_drip_is_given_up(
 def test_drip_that_is_fast_enough_passes(
     server: MisbehavingServer, target: Path, policy: RetryPolicy
 ) -> None:
-    patient = replace(policy, slow_window_s=0.05, slow_window_bytes=1000)
-    url = server.script("/f", Reply(BODY, drip=(30_000, 0.02)))
+    patient = replace(policy, slow_window_s=0.2, slow_window_bytes=200)
+    url = server.script("/f", Reply(BODY, drip=(10_000, 0.02)))
     download(url, target, policy=patient)
     assert target.read_bytes() == BODY
     assert server.ranges == [None]
@@ -453,7 +452,7 @@ def test_whole_part_of_a_dead_process_is_taken_without_a_request(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(fetch.os, "fsync", die)
+        patched.setattr("models.fetch.os.fsync", die)
         download(url, target, policy=policy)
     assert not target.exists()
     download(url, target, sha256=SHA256, policy=policy)
@@ -531,7 +530,7 @@ def test_full_disk_is_said_before_the_body_is_read(
     server: MisbehavingServer, target: Path, policy: RetryPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = type("Usage", (), {"free": 1000})
-    monkeypatch.setattr(fetch.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr("models.fetch.shutil.disk_usage", lambda path: usage)
     with pytest.raises(UserError, match="1000 bytes free and 300000 more are needed"):
         download(server.script("/f", Reply(BODY)), target, policy=policy)
     assert not target.exists()

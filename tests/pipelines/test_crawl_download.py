@@ -138,6 +138,14 @@ def test_gives_up_when_all_fail(server: MisbehavingServer, tmp_path: Path) -> No
     ]
 
 
+def test_goes_on_when_only_some_fail(server: MisbehavingServer, tmp_path: Path) -> None:
+    good, bad = server.script("/good", Reply(WET)), server.script("/bad", Reply(status=404))
+    result = download(manifest_of(*[bad, bad, bad, good] * 3), tmp_path, policy=POLICY)
+    assert len(server.requests) == 12
+    assert [file.shard for file in result.manifest.files] == [3, 7, 11]
+    assert {failed.reason for failed in result.failures} == {"the server answered 404 Not Found"}
+
+
 def test_wrong_bytes_do_not_stay(server: MisbehavingServer, tmp_path: Path) -> None:
     url = server.script("/0", Reply(WET))
     result = download(manifest_of(url, bytes=len(WET), xxh3="0" * 32), tmp_path, policy=POLICY)

@@ -1,0 +1,38 @@
+"""One local worker process: Beam's own, but quiet, single-threaded, and gone with its parent.
+
+`pipelines/run.py` starts it as `python -m pipelines.worker`; Beam passes the addresses in the
+environment.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+
+_PARENT_POLL_S = 1.0
+
+
+def main() -> None:
+    """Serve Beam's bundles until the runner is done or dead."""
+    # Without a handler of ours, Beam's import writes warnings to stderr, and then every detail.
+    logging.getLogger().addHandler(logging.NullHandler())
+    threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
+    import pyarrow  # noqa: PLC0415
+    from apache_beam.runners.worker import sdk_worker_main  # noqa: PLC0415
+
+    pyarrow.set_cpu_count(1)  # the number of workers says how many cores are used
+    sdk_worker_main.main(sys.argv)
+
+
+def _leave_with(parent: int) -> None:
+    """End this process when `parent` has ended, however it did (SIGKILL sends no message)."""
+    while os.getppid() == parent:
+        time.sleep(_PARENT_POLL_S)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()
