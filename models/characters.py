@@ -110,10 +110,12 @@ def is_noise(character: str) -> bool:
 
 def is_accent_base(character: str) -> bool:
     """Whether a character is a Latin, Greek or Cyrillic letter, with or without accents."""
+    if unicodedata.category(character)[0] != "L":
+        return False
     # The lower case counts: a few capitals (U+2183) have names of another kind.
     base = unicodedata.normalize("NFD", character.lower())[0]
     scripts = ("LATIN ", "GREEK ", "CYRILLIC ", "FULLWIDTH LATIN ")
-    return unicodedata.category(base)[0] == "L" and unicodedata.name(base, "").startswith(scripts)
+    return unicodedata.name(base, "").startswith(scripts)
 
 
 def without_accent(character: str) -> str:

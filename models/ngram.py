@@ -30,8 +30,8 @@ import numpy.typing as npt
 from models.errors import UserError
 from models.files import is_local, local_path, sha256_file
 from models.languages import parse_label
-from models.lm_text import normalise_page_for_lm
-from models.tokenizer import NORMALIZATION_RULES, LmProfile, load_tokenizer
+from models.lm_text import LmProfile, normalise_page_for_lm
+from models.tokenizer import NORMALIZATION_RULES, load_tokenizer
 
 MODEL_SUFFIX = ".arpa.bin"
 TOKENIZER_SUFFIX = ".sp.model"
@@ -88,13 +88,13 @@ class PageScorer:
         chars = 0
         for index, text in enumerate(texts):
             page = normalise_page_for_lm(text, self._profile)
-            if len(page) < self._min_chars:
+            found = [line for line in page.split("\n") if line]
+            page_chars = sum(map(len, found))
+            if page_chars < self._min_chars:
                 continue
-            for line in page.split("\n"):
-                if line:
-                    owners.append(index)
-                    lines.append(line)
-            chars += len(page)
+            owners += [index] * len(found)
+            lines += found
+            chars += page_chars
             if chars >= _BATCH_CHARS:
                 yield owners, lines
                 owners, lines, chars = [], [], 0
@@ -135,7 +135,7 @@ def find_language_models(
     Gristmill trained it. `profile`: the one that pages will be normalised by, checked against the
     sidecars; a model without a sidecar (CCNet's, or the user's own) is taken to fit.
     Raises UserError when one of a pair is missing, when a name is no language, and when a sidecar
-    names another profile or another tokenizer.
+    names another profile, another tokenizer or a model of another size.
     """
     if not is_local(directory) or not local_path(directory).is_dir():
         raise UserError(
@@ -165,7 +165,7 @@ def find_language_models(
                 )
         sidecar = folder / f"{stem}{SIDECAR_SUFFIX}"
         if sidecar.is_file():
-            _check_sidecar(sidecar, tokenizer, profile)
+            _check_sidecar(sidecar, tokenizer, model, profile)
         found[language] = LanguageModelFiles(
             language, tokenizer, model, sidecar if sidecar.is_file() else None
         )
@@ -202,10 +202,11 @@ def _language_of(folder: Path, stem: str) -> str:
         ) from error
 
 
-def _check_sidecar(sidecar: Path, tokenizer: Path, profile: str | None) -> None:
+def _check_sidecar(sidecar: Path, tokenizer: Path, model: Path, profile: str | None) -> None:
     try:
         made = json.loads(sidecar.read_text(encoding="utf-8"))
         trained_profile, digest = str(made["profile"]), str(made["tokenizer_sha256"])
+        model_bytes = int(made["model_bytes"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"'{sidecar}' is not the description of a language model ({error}); train the model "
@@ -216,6 +217,12 @@ def _check_sidecar(sidecar: Path, tokenizer: Path, profile: str | None) -> None:
             f"the model of '{sidecar}' was trained with profile '{trained_profile}', the recipe "
             f"asks for '{profile}'; set the recipe's profile to '{trained_profile}' or train "
             "another model: gristmill models train-ngram"
+        )
+    # Its size and not its SHA-256, which takes minutes for the gigabytes of a large model.
+    if model.stat().st_size != model_bytes:
+        raise UserError(
+            f"'{model}' has {model.stat().st_size} bytes, but '{sidecar.name}' describes a model "
+            f"of '{model_bytes}'; put that one back or train again: gristmill models train-ngram"
         )
     if sha256_file(tokenizer) != digest:
         raise UserError(

@@ -21,12 +21,12 @@ from typing import Any, Literal
 
 from models import kenlm_tools
 from models.errors import Fault, UserError
-from models.files import atomic_path, sha256_file, write_atomic
+from models.files import atomic_path, sha256_file, size_bytes, write_atomic
+from models.lm_text import LmProfile
 from models.ngram import MODEL_SUFFIX, SIDECAR_SUFFIX
 from models.tokenizer import (
     MIN_PARAGRAPH_CHARS,
     NORMALIZATION_RULES,
-    LmProfile,
     TrainingParagraphs,
     load_tokenizer,
 )
@@ -53,7 +53,7 @@ def train_ngram(
     """Train an n-gram model on `lines` into the file `output` (`xx.arpa.bin`) and its sidecar.
 
     `memory` is what `lmplz` sorts in ("1G", "500M"); what does not fit goes to `temporary_dir`,
-    which also holds the corpus as pieces and the ARPA file (plan five times the text).
+    which also holds the corpus as pieces and the ARPA file (measured at order 5: 36 times the text).
     `structure`: "probing" is fastest, "trie" about half as large. `discount_fallback`: None uses
     KenLM's fallback only when it says that it must (small or artificial text); True and False
     decide. The same lines with the same settings give the same bytes.
@@ -100,6 +100,7 @@ def train_ngram(
         "vocab_size": tokenizer.get_piece_size(),
         "tokenizer_sha256": sha256_file(tokenizer_path),
         "model_sha256": sha256_file(output),
+        "model_bytes": size_bytes(output),
         "versions": {
             "kenlm": kenlm_tools.KENLM_VERSION,
             "sentencepiece": version("sentencepiece"),

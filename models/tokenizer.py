@@ -20,9 +20,7 @@ import xxhash
 
 from models.errors import UserError
 from models.files import read_bytes, sha256_file, write_atomic
-from models.lm_text import normalise_for_lm
-
-LmProfile = Literal["ccnet", "unicode"]
+from models.lm_text import LmProfile, normalise_for_lm
 
 VOCABULARY_SIZES = (65536, 40000, 32000, 16000, 8000, 4000, 2000, 1000, 500, 250)
 MIN_PARAGRAPH_CHARS = 30

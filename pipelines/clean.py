@@ -218,8 +218,8 @@ class _Cleaner:
             self.paragraphs["repeated_in_page"] += repeated
             self.paragraphs["duplicate"] += len(lines) - ids.size - empty - repeated
             text = "\n".join(compress(lines, mask.tolist()))
-            if ids.size == 0:
-                self._drop(page, "emptied_by_dedup", paragraphs=0, chars=0)
+            if not text.strip():  # nothing, or nothing but blank lines
+                self._drop(page, "emptied_by_dedup", paragraphs=ids.size, chars=0)
             elif len(text) < self.recipe.pages.min_chars_after:
                 self._drop(page, "too_short_after_dedup", paragraphs=ids.size, chars=len(text))
             else:

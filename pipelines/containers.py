@@ -37,7 +37,8 @@ _FEED_BYTES = 8 << 10
 # Inside the block of a damaged member where the decompressor gives up it is fed in small steps,
 # because it withholds the text of a step that fails.
 _FINE_FEED_BYTES = 16
-_PROBE_FEED_BYTES = 512
+_PROBE_FEED_BYTES = 128
+_CHEAP_PROBE_BYTES = 512
 _MAX_ZSTD_WINDOW_BYTES = 1 << 27
 _FAILED_WORK_FACTOR = 8
 # isal's stub declares its error class as an instance of Exception.
@@ -232,9 +233,11 @@ class _Trials:
                 head = (head + text[: len(_WARC)])[: len(_WARC)]
                 if head == _WARC:
                     return True
-                if poor or (self._only_warc and len(head) == len(_WARC)):
+                if self._only_warc and len(head) == len(_WARC):
                     return False
-                if stop - at > self._left_bytes:
+                if poor and stop - at >= _CHEAP_PROBE_BYTES:
+                    return False
+                if not poor and stop - at > self._left_bytes:
                     self._left_bytes = 0
                     return False
         except _BrokenError as broken:

@@ -35,7 +35,7 @@ def read_page(record: Record, config: Pages) -> Page:
     """Decode and split `record`.
 
     Drops: `missing_url`, `not_text` (too many U+FFFD and control characters), `too_short`
-    (fewer than `config.min_chars` code points, as CCNet before dedup).
+    (no text, or fewer than `config.min_chars` code points, as CCNet before dedup).
     """
     body = record.body
     if config.profile == "ccnet":
@@ -52,7 +52,7 @@ def read_page(record: Record, config: Pages) -> Page:
         dropped = "missing_url"
     elif _unreadable(body, text) > config.max_unreadable * len(text):
         dropped = "not_text"
-    elif len(text) < config.min_chars:
+    elif len(text) < max(config.min_chars, 1):
         dropped = "too_short"
     return Page(record, title, text, dropped)
 

@@ -33,7 +33,8 @@ from pipelines.plan import Plan
 from pipelines.regroup import Output
 from pipelines.timings import TIMINGS_FILE, collect
 
-DROPS_FILE = "drops.parquet"
+DROPS_FILE = "_drops.parquet"
+"""The underscore keeps it out of what Arrow, pandas and Spark read when they open the folder."""
 FAULTS_FILE = "faults.json"
 
 

@@ -15,10 +15,9 @@ The rules, where the format leaves a choice or the file breaks it:
   joined; lines without a colon are passed over. A page without a URI is a page with url "".
 - A record that the data ends in is lost, however much of it there is.
 - The text of a member that is not whole is read up to the fault. Its last record is lost even if
-  its length seems right, since nothing vouches for it. In a damaged member (bytes changed, not
-  just the end missing) no length is corrected, and a record must be vouched for: by its SHA-1
-  block digest, or, if it has none, by being UTF-8 and standing before the first sign of damage.
-  Only the digest is proof, and only of the body; Common Crawl writes one for each record.
+  its length seems right, no length is corrected, and a record must be vouched for: by its SHA-1
+  block digest, or, where no record has one, by being UTF-8 and standing before the first sign of
+  damage. Only the digest is proof, and only of the body; Common Crawl writes one for each page.
 - A record over `max_record_bytes`, or a header over `max_header_bytes`, is lost; reading goes on
   at the next record. Only the beginning of a line or member counts as one, but a too large body
   which itself holds records would be taken apart there.
@@ -41,7 +40,8 @@ from fastwarc.warc import ArchiveIterator
 from pipelines import containers
 from pipelines.containers import Gap, GapReason
 from pipelines.wet_headers import (
-    HEADER_END,
+    BLANK_LINE,
+    HEADER_LINES,
     VERSION_LINE,
     VERSION_LINE_BYTES,
     content_length,
@@ -147,11 +147,17 @@ class WetReader:
                 yield from self._records(Window(item, items, self._max_header_bytes))
 
     def _records(self, window: Window) -> Iterator[Record]:
+        # FastWARC is not asked about each record of a file that it cannot read.
+        wait = pause = 0
         while _skip_blank(window):
-            if window.fault is None:
+            if window.fault is None and wait == 0:
+                start = window.position
                 yield from self._fast_records(window)
+                wait = pause = 0 if window.position > start else min(2 * pause + 1, 64)
                 if not _skip_blank(window):
                     return
+            else:
+                wait -= 1
             record = self._careful_record(window)
             if record is not None:
                 yield record
@@ -209,19 +215,20 @@ class WetReader:
         if version is None:
             self._lose_not_warc(window, have)
             return None
-        header_bytes = version.end() - window.position
-        end = HEADER_END.search(
-            window.text, version.end() - 1, window.position + self._max_header_bytes
-        )
-        limit = min(have, self._max_header_bytes) if end is None else end.end() - window.position
-        nested = window.find_record(header_bytes, limit)
-        header = window.text[window.position : window.position + limit]
-        if end is None or nested is not None:
-            too_large = nested is None and have > self._max_header_bytes
+        limit = window.position + self._max_header_bytes
+        lines = HEADER_LINES.match(window.text, version.end(), limit)
+        stop = version.end() if lines is None else lines.end()
+        header = window.text[window.position : stop]
+        blank = BLANK_LINE.match(window.text, stop, limit)
+        if blank is None:
+            nested = VERSION_LINE.match(window.text, stop) is not None
+            too_large = have > self._max_header_bytes and not nested
             reason: LossReason = "header_too_large" if too_large else "truncated_record"
-            self._lose_to_next(window, header_bytes, reason, may_be_page(header))
+            start = version.end() - window.position
+            self._lose_to_next(window, start, reason, may_be_page(header))
             return None
-        return self._careful_body(window, parse_headers(header), limit, may_be_page(header))
+        body = blank.end() - window.position
+        return self._careful_body(window, parse_headers(header), body, may_be_page(header))
 
     def _careful_body(
         self, window: Window, fields: dict[str, str], body: int, page: bool
@@ -230,21 +237,21 @@ class WetReader:
         length = content_length(fields)
         if length is not None and length <= self._max_record_bytes:
             end = body + length
-            have = window.ensure(end + _LOOKAHEAD_BYTES + VERSION_LINE_BYTES)
+            have = window.ensure(end + _LOOKAHEAD_BYTES + self._max_header_bytes)
             if have >= end and _closes(window, fields, body, end):
                 text = window.text[window.position + body : window.position + end]
-                if window.fault == "damaged_member" and not _is_vouched_for(window, fields, text):
-                    self._lose_to_next(window, end, "damaged_member", page)
+                if window.fault is not None and not _is_vouched_for(window, fields, text):
+                    self._lose_to_next(window, end, window.fault, page)
                     return None
                 return self._take(window, fields, text, end, corrected=False)
-        if window.fault == "damaged_member":
-            self._lose_to_next(window, body, "damaged_member", page)
+        if window.fault is not None:
+            self._lose_to_next(window, body, window.fault, page)
             return None
         limit = body + self._max_record_bytes + len(_TRAILER)
         found = window.find_record(body, limit + 1)
         have = window.ensure(limit + 1)
         if found is None and have <= limit:
-            if window.fault is not None or (length is not None and length > have - body):
+            if length is not None and length > have - body:
                 self._lose_to_next(window, have, "truncated_record", page)
                 return None
             found = have
@@ -301,6 +308,8 @@ class WetReader:
     def _lose_to_next(self, window: Window, start: int, reason: LossReason, record: bool) -> None:
         """Lose the bytes from the position to the next record at or behind `start`."""
         offset = window.offset_of(0)
+        # What a member that is not whole has lost is one loss, as long as nothing lies between.
+        joins = window.fault is not None and window.shows_damage
         window.shows_damage = True
         if window.skip_to_record(start):
             end = window.offset_behind(0)
@@ -310,18 +319,23 @@ class WetReader:
         else:
             end = window.take_gap()
             reason = window.fault
-        self._lose(offset, end, reason, record)
+        self._lose(offset, end, reason, record, joins=joins)
 
-    def _lose(self, offset: int, end: int, reason: LossReason, record: bool) -> None:
+    def _lose(
+        self, offset: int, end: int, reason: LossReason, record: bool, *, joins: bool = False
+    ) -> None:
         self.counts.lost += record
-        last = self.losses[-1] if self.losses else None
-        if last is not None:
-            offset = max(offset, last.offset + last.bytes)
-            if offset >= end:
-                # All of it lies in the blocks of the loss before.
+        if self.losses:
+            last = self.losses[-1]
+            last_end = last.offset + last.bytes
+            if end <= last_end or (joins and offset <= last_end):
+                # It lies in the blocks of the loss before, or right behind it.
                 if record and not last.record:
-                    self.losses[-1] = Loss(last.offset, last.bytes, reason, True)
+                    last = Loss(last.offset, last.bytes, reason, True)
+                size = max(end, last_end) - last.offset
+                self.losses[-1] = Loss(last.offset, size, last.reason, last.record)
                 return
+            offset = max(offset, last_end)
         self.losses.append(Loss(offset, end - offset, reason, record))
 
 
@@ -340,7 +354,8 @@ def _closes(window: Window, fields: dict[str, str], body: int, end: int) -> bool
     text, at = window.text, window.position + end
     blank = _BLANK.match(text, at, at + _LOOKAHEAD_BYTES)
     behind = at if blank is None else blank.end()
-    if VERSION_LINE.match(text, behind):
+    version = VERSION_LINE.match(text, behind)
+    if version and window.is_typed(version.end()):
         return True
     if window.fault is not None:
         return False
@@ -360,8 +375,9 @@ def _is_vouched_for(window: Window, fields: dict[str, str], body: bytes) -> bool
     """Whether a record with a right length, from a damaged member, can be believed."""
     right = digest_is_right(fields, body)
     if right is not None:
+        window.has_digests |= right and fields.get("warc-type") == "conversion"
         return right
-    if window.shows_damage:
+    if window.has_digests or window.shows_damage:
         return False
     try:
         body.decode()

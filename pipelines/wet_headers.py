@@ -9,7 +9,9 @@ import re
 # The first line of a record, of any version, and more bytes than one needs.
 VERSION_LINE = re.compile(rb"WARC/\d{1,3}\.\d{1,3}[ \t]{0,8}\r?\n")
 VERSION_LINE_BYTES = 32
-HEADER_END = re.compile(rb"\r?\n\r?\n")
+# What follows it, up to a blank line or the first line of another record.
+HEADER_LINES = re.compile(rb"(?:(?!\r?\n|WARC/\d{1,3}\.\d{1,3}[ \t]{0,8}\r?\n)[^\n]*\n)*+")
+BLANK_LINE = re.compile(rb"\r?\n")
 _OTHER_TYPE = re.compile(
     rb"(?im)^warc-type[ \t]*:[ \t]*"
     rb"(?:warcinfo|response|resource|request|metadata|revisit|continuation)[ \t]*\r?$"
@@ -28,7 +30,7 @@ def content_length(fields: dict[str, str]) -> int | None:
 def digest_is_right(fields: dict[str, str], body: bytes) -> bool | None:
     """Whether the SHA-1 block digest (base 32 or 16) is that of `body`; None without one."""
     algorithm, _, value = fields.get("warc-block-digest", "").partition(":")
-    if algorithm.lower() != "sha1" or len(value) not in (32, 40):
+    if algorithm.lower() != "sha1":
         return None
     digest = hashlib.sha1(body, usedforsecurity=False)
     found = digest.hexdigest() if len(value) == 40 else base64.b32encode(digest.digest()).decode()

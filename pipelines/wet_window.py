@@ -12,7 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 
 from pipelines.containers import CHUNK_BYTES, Chunk, Gap, GapReason
-from pipelines.wet_headers import VERSION_LINE, VERSION_LINE_BYTES
+from pipelines.wet_headers import HEADER_LINES, VERSION_LINE, VERSION_LINE_BYTES
 
 # The header lines up to one that names the type. Each alternative begins with another kind of
 # byte, so that nothing is matched twice: linear on any text.
@@ -49,6 +49,7 @@ class Window:
         self._exact = first.exact
         self.fault: GapReason | None = first.fault
         self.shows_damage = False  # something in it has turned out wrong
+        self.has_digests = False  # a record in it has shown a right block digest
         self.text = first.data
         self.position = 0
         self.ended = False
@@ -142,7 +143,7 @@ class Window:
                 rel = found.start() - self.position
                 if rel >= top:
                     break
-                if self._begins_line(rel) and self._is_typed(found.end()):
+                if self._begins_line(rel) and self.is_typed(found.end()):
                     return rel
             if have <= wanted:
                 return None
@@ -176,6 +177,11 @@ class Window:
             and self._stored[block] == self._member[block]
         )
 
-    def _is_typed(self, headers: int) -> bool:
-        end = headers + self._max_header_bytes
-        return _TYPED_HEADER.match(self.text, headers, end) is not None
+    def is_typed(self, headers: int) -> bool:
+        """Whether the header lines at `text[headers:]` name a type, or end with the data."""
+        limit = headers + self._max_header_bytes
+        if _TYPED_HEADER.match(self.text, headers, limit):
+            return True
+        lines = HEADER_LINES.match(self.text, headers, limit)
+        stop = headers if lines is None else lines.end()
+        return self.ended and b"\n" not in self.text[stop:limit] and len(self.text) < limit

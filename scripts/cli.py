@@ -126,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     verb = _verb(verbs, crawl)
-    verb.add_argument("snapshot", metavar="SNAPSHOT")
+    verb.add_argument("source", metavar="SNAPSHOT")
     verb.add_argument("--output", metavar="DIR", default="wet",
                       help="folder of crawl.json and of downloads (default: wet)")  # fmt: skip
     verb.add_argument("--base-url", metavar="URL", default="https://data.commoncrawl.org")

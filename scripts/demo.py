@@ -16,6 +16,9 @@ from pipelines.run import mine
 from scripts.build_kenlm import build
 from scripts.make_sample_crawl import make, reference_files
 
+_MIN_PARAGRAPH_CHARS = 8
+"""A sentence of Japanese may be this short."""
+
 
 def demo(directory: str, *, workers: int) -> int:
     """Make the sample crawl, train its language models, mine it, print the funnel."""
@@ -34,8 +37,9 @@ def demo(directory: str, *, workers: int) -> int:
     for language, text in sorted(reference_files().items()):
         lines = text.read_text(encoding="utf-8").splitlines()
         tokenizer = root / "models" / f"{language}{TOKENIZER_SUFFIX}"
-        train_sentencepiece(lines, tokenizer, vocab_size="auto")
-        train_ngram(lines, tokenizer, root / "models" / f"{language}{MODEL_SUFFIX}")
+        train_sentencepiece(lines, tokenizer, vocab_size="auto", min_chars=_MIN_PARAGRAPH_CHARS)
+        ngram = root / "models" / f"{language}{MODEL_SUFFIX}"
+        train_ngram(lines, tokenizer, ngram, min_chars=_MIN_PARAGRAPH_CHARS)
         say(f"language model: {language}, from {len(lines)} paragraphs")
     mined = root / "mined"
     recipe = load_recipe(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 import os
@@ -17,7 +16,7 @@ import pytest
 from models import files
 from models.errors import UserError
 from models.fetch import RetryPolicy
-from models.registry import SHIPPED_REGISTRY, Registry, load_registry
+from models.registry import Registry, load_registry
 from models.wheel import WheelFailed, extract_member
 from tests.misbehaving_server import MisbehavingServer, Reply, misbehaving_server
 
@@ -83,15 +82,6 @@ def test_shipped_registry_has_both_models_of_ccnets_48_languages(golden_dir: Pat
     assert (bengali.language, bengali.kind, bengali.sha256) == ("bn", "kenlm", None)
     assert bengali.sources[-1] == "https://dl.fbaipublicfiles.com/cc_net/lm/bn.arpa.bin"
     assert registry.entry("bn.sp.model").kind == "sentencepiece"
-
-
-def test_shipped_cutoffs_are_ccnets(golden_dir: Path) -> None:
-    golden = json.loads((golden_dir / "ccnet_golden.json").read_text())["bucket_cutoffs_30_60"]
-    with SHIPPED_REGISTRY.with_name("ccnet_cutoffs.csv").open(newline="") as file:
-        header, *rows = csv.reader(file)
-    assert [row[0] for row in rows] == ["30", "60"]
-    columns = zip(header[1:], rows[0][1:], rows[1][1:], strict=True)
-    assert {name: [float(p30), float(p60)] for name, p30, p60 in columns} == golden
 
 
 def test_a_path_is_taken_as_it_is(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import io
 import struct
 import time
 import tracemalloc
+from itertools import pairwise
 
 import pytest
 import zstandard
@@ -212,4 +213,4 @@ def test_members_inside_one_another_cost_linear_time() -> None:
     assert gaps[0].offset == 0
     assert gaps[-1].end == len(stored)
     assert all(chunk.fault for chunk in chunks)
-    assert all(one.end == two.offset for one, two in zip(gaps, gaps[1:], strict=False))
+    assert all(one.end == two.offset for one, two in pairwise(gaps))

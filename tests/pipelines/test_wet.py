@@ -210,7 +210,7 @@ def odd_records(draw: st.DrawFn) -> bytes:
 
 
 @given(st.lists(odd_records(), min_size=1, max_size=4))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_fastwarc_and_the_careful_parser_agree(records: list[bytes]) -> None:
     stored = b"".join([warcinfo(), *records, NEXT])
     fast = WetReader(stored)
@@ -279,8 +279,8 @@ def test_cut_anywhere(containers: str) -> None:
 
 def test_two_damaged_members_in_a_row_are_two_losses() -> None:
     damaged = bytearray(STORED)
-    damaged[STARTS[2] + 60] ^= 0xFF
-    damaged[STARTS[3] + 60] ^= 0xFF
+    damaged[STARTS[2] + 300] ^= 0xFF
+    damaged[STARTS[3] + 300] ^= 0xFF
     pages, reader = read(bytes(damaged))
     assert pages == EXPECTED[:1] + EXPECTED[3:]
     assert losses(reader) == [
@@ -307,7 +307,7 @@ def test_a_missing_member_leaves_no_trace() -> None:
 
 def test_damaged_records_that_are_no_pages_are_not_counted_as_lost() -> None:
     damaged = bytearray(STORED)
-    damaged[-STARTS[1] if False else STARTS[1] - 6] ^= 0xFF  # the checksum of the warcinfo
+    damaged[STARTS[1] - 6] ^= 0xFF  # the checksum of the warcinfo
     pages, reader = read(bytes(damaged))
     assert pages == EXPECTED
     assert losses(reader) == [(0, STARTS[1], "damaged_member", False)]
@@ -484,7 +484,7 @@ PLAIN_CASES = {
         0,
     ),
     "line WARC/1.0 in a body of wrong length": (
-        record(b"a\n\nWARC/1.0\nb: c\n\nd", length=2, digest=False) + NEXT,
+        record(b"a\n\nWARC/1.0\nb: c\n\nd", length=1, digest=False) + NEXT,
         [Page("http://a.example/", b"a\n\nWARC/1.0\nb: c\n\nd"), NEXT_PAGE],
         [],
         1,

@@ -1,0 +1,385 @@
+"""Whole runs on real text, against a plain Python miner; the same bytes however they are made."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from itertools import compress
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from models.errors import UserError
+from pipelines.manifest import Manifest, read_manifest
+from pipelines.paragraphs import normalise
+from pipelines.recipe import load_recipe
+from pipelines.run import mine
+from scripts.inspection import verify_manifest
+from tests.wet_files import Doc, member_bounds, naive_records, write_wet
+
+NO_LANGUAGE_FILTER = "language.threshold=0"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered_models(data_dir: Path) -> Any:
+    """The language model comes from the shared data: nothing is fetched."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRISTMILL_DATA", str(data_dir))
+        yield
+
+
+@pytest.fixture(scope="module")
+def small(data_dir: Path) -> list[Path]:
+    return sorted((data_dir / "wet_docs_small").glob("*.warc.wet.gz"))
+
+
+def run(inputs: list[Path] | Path, output: Path, *overrides: str, recipe: str = "default",
+        beam: tuple[str, ...] = ()) -> Manifest:  # fmt: skip
+    paths = [str(path) for path in (inputs if isinstance(inputs, list) else [inputs])]
+    settings = [f"input.paths={json.dumps(paths)}", f"output.directory={output}", *overrides]
+    manifest = mine(load_recipe(recipe, settings), beam)
+    assert verify_manifest(manifest, str(output)) == []
+    return manifest
+
+
+def rows_of(manifest: Manifest, folder: Path) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for output in manifest.outputs:
+        rows += pq.ParquetFile(folder / output.path, pre_buffer=False).read().to_pylist()
+    return rows
+
+
+def naive_pages(path: Path, profile: str) -> Iterator[tuple[str, list[str]]]:
+    """(url, lines) of each page that enters."""
+    for url, body in naive_records(path):
+        text = body.decode("utf-8", "replace").replace("\r\n", "\n").replace("\r", "\n")
+        lines = [line.strip() for line in text.split("\n")]
+        if profile == "ccnet":
+            lines = lines[1:]
+            if lines and not lines[-1]:
+                lines.pop()  # our data ends each body with a line break
+        else:
+            while lines and not lines[-1]:
+                lines.pop()
+        full = "\n".join(lines)
+        controls = sum((c < " " and c not in "\t\n") or c in "\x7f\ufffd" for c in text)
+        if len(full) >= 300 and controls <= 0.05 * len(full):
+            yield url, lines
+
+
+@cache
+def naive_key(line: str, profile: Any) -> str:
+    return normalise(line, profile)
+
+
+def naive_mine(
+    paths: list[Path], *, profile: str, group_of: Any, keep: str, common: int | None, within: str
+) -> dict[tuple[str, str], tuple[str, list[int]]]:
+    """What stays of each page, by (file, address), in plain Python on dictionaries."""
+    pages = [
+        (group_of(number), path.name, url, lines, [naive_key(line, profile) for line in lines])
+        for number, path in enumerate(paths)
+        for url, lines in naive_pages(path, profile)
+    ]
+    pages_with: Counter[tuple[int, str]] = Counter()
+    for group, _, _, _, keys in pages:
+        pages_with.update((group, key) for key in set(keys))
+    seen: set[tuple[int, str]] = set()
+    result = {}
+    for group, name, url, lines, keys in pages:
+        here: set[str] = set()
+        mask = []
+        for key in keys:
+            good = (group, key) not in seen
+            if keep == "none":
+                good = pages_with[group, key] == 1
+            elif common is not None:
+                good = good and pages_with[group, key] < common
+            if within == "first":
+                good = good and key not in here
+            if profile == "unicode":
+                good = good and key != ""
+            here.add(key)
+            mask.append(good)
+        seen |= {(group, key) for key in here}
+        kept = "\n".join(compress(lines, mask))
+        if kept.strip():
+            result[name, url] = kept, [i for i, good in enumerate(mask) if good]
+    return result
+
+
+POLICIES = {
+    "crawl, first, 100 pages": ("default", [], lambda n: 0, "first", 100, "first"),
+    "crawl, first, 3 pages, repeats stay": (
+        "default", ["dedup.common_pages=3", "dedup.within_page=all"],
+        lambda n: 0, "first", 3, "all",
+    ),
+    "window of 2, first": (
+        "docs", ["dedup.scope=window", "dedup.window_shards=2", "dedup.ranges=8"],
+        lambda n: n // 2, "first", 100, "first",
+    ),
+    "shard of 2 files, ccnet": (
+        "ccnet", ["dedup.scope=shard", "input.num_shards=2"], lambda n: n // 2,
+        "none", None, "first",
+    ),
+    "window of 50, ccnet": ("ccnet", ["dedup.ranges=4"], lambda n: 0, "none", None, "first"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_equals_a_plain_python_miner(policy: str, small: list[Path], tmp_path: Path) -> None:
+    recipe, overrides, group_of, keep, common, within = POLICIES[policy]
+    manifest = run(small, tmp_path, NO_LANGUAGE_FILTER, *overrides, recipe=recipe)
+    profile = "ccnet" if recipe == "ccnet" else "unicode"
+    expected = naive_mine(
+        small, profile=profile, group_of=group_of, keep=keep, common=common, within=within
+    )
+    rows = rows_of(manifest, tmp_path)
+    got = {(row["warc_file"], row["url"]): (row["text"], row["line_ids"]) for row in rows}
+    assert len(got) == len(rows) == manifest.counts.pages.written
+    assert got == expected
+    assert manifest.counts.records.read == 1040
+    assert manifest.counts.paragraphs.kept == sum(len(ids) for _, ids in expected.values())
+    assert all(row["chars"] == len(row["text"]) for row in rows)
+
+
+@pytest.fixture(scope="module")
+def reference(small: list[Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Manifest]:
+    folder = tmp_path_factory.mktemp("reference")
+    return folder, run(small, folder, "output.drops=true", "dedup.ranges=2")
+
+
+def same_files(one: Path, other: Path) -> None:
+    def contents(folder: Path) -> dict[str, bytes]:
+        return {
+            str(path.relative_to(folder)): path.read_bytes()
+            for path in sorted(folder.rglob("*"))
+            if path.is_file() and path.name != "timings.json"
+        }
+
+    ours, theirs = contents(one), contents(other)
+    assert sorted(ours) == sorted(theirs)
+    assert [name for name in ours if ours[name] != theirs[name]] == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "beam"),
+    [
+        (["run.workers=2"], ()),
+        ([], ("--direct_runner_bundle_repeat=1",)),
+        (["dedup.ranges=16"], ()),
+    ],
+    ids=["two workers", "each bundle twice", "sixteen ranges"],
+)
+def test_same_bytes(
+    overrides: list[str],
+    beam: tuple[str, ...],
+    small: list[Path],
+    reference: tuple[Path, Manifest],
+    tmp_path: Path,
+) -> None:
+    run(small, tmp_path, "output.drops=true", "dedup.ranges=2", *overrides, beam=beam)
+    if any("ranges" in override for override in overrides):
+        # The number of ranges is part of the recipe; what it must not change is the result.
+        assert read_manifest(str(tmp_path)).outputs == reference[1].outputs
+        return
+    same_files(tmp_path, reference[0])
+
+
+def test_rows_stand_in_crawl_order_and_lead_back_to_the_wet_file(
+    reference: tuple[Path, Manifest], small: list[Path]
+) -> None:
+    folder, manifest = reference
+    bodies = {(path.name, url): body for path in small for url, body in naive_records(path)}
+    for output in manifest.outputs:
+        rows = pq.ParquetFile(folder / output.path, pre_buffer=False).read().to_pylist()
+        places = [(row["warc_file"], row["warc_offset"]) for row in rows]
+        assert places == sorted(places)
+        assert {row["language"] for row in rows} == {output.language}
+        for row in rows:
+            body = bodies[row["warc_file"], row["url"]]
+            lines = [line.strip() for line in body.decode("utf-8", "replace").split("\n")]
+            assert row["text"] == "\n".join(lines[i] for i in row["line_ids"])
+            assert row["title"] == lines[0]
+            assert row["original_bytes"] == len(body)
+            assert row["host"] in row["url"]
+
+
+def test_the_drop_list_has_each_dropped_page(reference: tuple[Path, Manifest]) -> None:
+    folder, manifest = reference
+    assert manifest.drops is not None
+    drops = pq.ParquetFile(folder / manifest.drops.path, pre_buffer=False).read().to_pylist()
+    assert Counter(row["reason"] for row in drops) == manifest.counts.pages.dropped
+    kept = {row["url"] for row in rows_of(manifest, folder)}
+    assert kept.isdisjoint(row["url"] for row in drops)
+
+
+def test_opens_in_pandas_duckdb_and_arrow(reference: tuple[Path, Manifest]) -> None:
+    import duckdb
+    import pandas as pd
+
+    folder, manifest = reference
+    pages = manifest.counts.pages.written
+    frame = pd.read_parquet(folder, filters=[("language", "==", "bn")])
+    assert len(frame) == manifest.counts.by_language["bn"].pages
+    found = duckdb.sql(
+        f"select count(*), count(distinct language) from '{folder}/language=*/bucket=*/*.parquet'"
+    ).fetchall()
+    assert found == [(pages, len(manifest.counts.by_language))]
+    assert pq.read_table(folder / "language=bn", pre_buffer=False).num_rows == len(frame)
+
+
+def test_the_manifest_has_no_time_and_no_place(
+    reference: tuple[Path, Manifest], small: list[Path]
+) -> None:
+    text = (reference[0] / "manifest.json").read_text()
+    shown = text.replace(json.dumps([str(path) for path in small])[1:-1], "")
+    recipe = json.loads(text)["recipe"]
+    recipe["input"]["paths"] = []  # as the user gave them
+    assert str(small[0].parent) not in json.dumps(json.loads(text) | {"recipe": recipe})
+    assert str(reference[0]) not in shown
+    assert read_manifest(str(reference[0])).inputs[0].name == small[0].name
+
+
+def test_running_again_does_nothing_another_recipe_is_refused(
+    reference: tuple[Path, Manifest], small: list[Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(reference[0], folder)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    run(small, folder, "output.drops=true", "dedup.ranges=2", "run.workers=2")
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    for overrides in (["pages.min_chars=200"], ["dedup.keep=none", "dedup.common_pages=2"]):
+        with pytest.raises(UserError, match=r"result of another run|common_pages"):
+            run(small, folder, "output.drops=true", *overrides)
+    with pytest.raises(UserError, match=r"result of another run.*--restart"):
+        run(small[:2], folder, "output.drops=true", "dedup.ranges=2")
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+def test_a_lost_part_is_made_again(
+    reference: tuple[Path, Manifest], small: list[Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(reference[0], folder)
+    (folder / reference[1].outputs[3].path).unlink()
+    run(small, folder, "output.drops=true", "dedup.ranges=2")
+    same_files(folder, reference[0])
+
+
+def test_a_second_equal_crawl_loses_everything_a_disjoint_one_nothing(
+    small: list[Path], tmp_path: Path
+) -> None:
+    index = tmp_path / "index"
+    first = run(small[:1], tmp_path / "a", NO_LANGUAGE_FILTER, f"dedup.index_out={index}",
+                "dedup.ranges=4")  # fmt: skip
+    again = run(small[:1], tmp_path / "b", NO_LANGUAGE_FILTER, f"dedup.index_in={index}")
+    assert first.counts.pages.written > 200
+    assert again.counts.pages.written == again.counts.paragraphs.kept == 0
+    assert again.outputs == ()
+    assert again.counts.keys.repeated == again.counts.keys.distinct == first.counts.keys.distinct
+    other = write_wet(
+        tmp_path / "other.warc.wet.gz",
+        [
+            Doc(f"http://x.example/{i}", "\n".join(f"{w} {word(i)}" for w in WORDS))
+            for i in range(9)
+        ],
+    )
+    alone = run(other, tmp_path / "c", NO_LANGUAGE_FILTER)
+    beside = run(other, tmp_path / "d", NO_LANGUAGE_FILTER, f"dedup.index_in={index}",
+                 f"dedup.index_out={tmp_path / 'both'}")  # fmt: skip
+    assert beside.counts.paragraphs == alone.counts.paragraphs
+    assert alone.counts.paragraphs.kept == 9 * len(WORDS)
+    both = json.loads((tmp_path / "both" / "index.json").read_text())
+    keys = sum(part["keys"] for part in both["ranges"])
+    assert keys == first.counts.keys.distinct + alone.counts.keys.distinct
+
+
+def test_two_halves_with_an_index_are_the_whole(small: list[Path], tmp_path: Path) -> None:
+    index = tmp_path / "index"
+    whole = run(small, tmp_path / "whole", NO_LANGUAGE_FILTER, "dedup.common_pages=65535")
+    run(small[:2], tmp_path / "one", NO_LANGUAGE_FILTER, f"dedup.index_out={index}",
+        "dedup.common_pages=65535")  # fmt: skip
+    two = run(small[2:], tmp_path / "two", NO_LANGUAGE_FILTER, f"dedup.index_in={index}",
+              "dedup.ranges=2", "dedup.common_pages=65535")  # fmt: skip
+    texts = {row["url"]: row["text"] for row in rows_of(whole, tmp_path / "whole")}
+    later = {row["url"]: row["text"] for row in rows_of(two, tmp_path / "two")}
+    assert later
+    assert later == {url: text for url, text in texts.items() if url in later}
+    assert sum(row["warc_file"] in {p.name for p in small[2:]}
+               for row in rows_of(whole, tmp_path / "whole")) == len(later)  # fmt: skip
+
+
+NAMES = ("river", "mill", "school", "bridge", "market", "church", "harbour", "garden")
+WORDS = [f"a paragraph about the {name} of this village, long enough to stay" for name in NAMES]
+
+
+def word(number: int) -> str:
+    return "".join(chr(ord("a") + int(digit)) for digit in str(number))
+
+
+def test_damage_in_mid_shard_costs_one_record(data_dir: Path, tmp_path: Path) -> None:
+    shard = sorted((data_dir / "wet_docs").glob("*.warc.wet.gz"))[0]
+    bounds = member_bounds(shard)
+    start, stop = bounds[3000]
+    data = bytearray(shard.read_bytes())
+    for at in range(start + 40, start + 60):
+        data[at] ^= 0xFF
+    damaged = tmp_path / shard.name
+    damaged.write_bytes(data)
+    manifest = run(damaged, tmp_path / "out", "language.threshold=0.5")
+    assert (len(bounds) - 1, manifest.counts.records.read) == (6079, 6078)
+    assert manifest.counts.records.lost == 1
+    (loss,) = manifest.losses
+    assert (loss.name, loss.offset, loss.bytes) == (shard.name, start, stop - start)
+
+
+def test_every_odd_file_goes_through_in_one_run(data_dir: Path, tmp_path: Path) -> None:
+    paths = [
+        path
+        for folder in ("wet_real", "wet_odd")
+        for path in sorted((data_dir / folder).iterdir())
+        if path.name != "INDEX.md"
+    ]
+    assert len(paths) >= 59
+    manifest = run(paths, tmp_path, NO_LANGUAGE_FILTER, "pages.min_chars=1", "output.drops=true")
+    assert len(manifest.inputs) == len(paths)
+    assert not any(entry.failed for entry in manifest.inputs)
+    names = {entry.name for entry in manifest.inputs}
+    assert names == {f"{path.parent.name}/{path.name}" for path in paths}
+    sizes = {entry.name: entry.bytes for entry in manifest.inputs}
+    for loss in manifest.losses:
+        assert 0 <= loss.offset < loss.offset + loss.bytes <= sizes[loss.name]
+        assert loss.reason
+    # The real files, by their own index: 15 + 25 + 5 + 1 + 1 + 2 + 0 + 3 records.
+    with_losses = {loss.name.split("/")[0] for loss in manifest.losses}
+    assert with_losses <= {"wet_real", "wet_odd"}
+    real = [row for row in rows_of(manifest, tmp_path) if row["warc_file"].startswith("wet_real/")]
+    assert len(real) >= 15
+
+
+def test_nothing_kept_is_normal(tmp_path: Path) -> None:
+    empty = write_wet(tmp_path / "empty.warc.wet.gz", [])
+    short = write_wet(tmp_path / "short.warc.wet.gz", [Doc("http://a.example/", "too short")])
+    for workers in (1, 2):
+        manifest = run([empty, short], tmp_path / f"out{workers}", f"run.workers={workers}")
+        assert manifest.counts.pages.model_dump() == {
+            "read": 1, "written": 0, "dropped": {"too_short": 1},
+        }  # fmt: skip
+        assert manifest.outputs == ()
+
+
+def test_an_unreadable_file_is_named_and_the_rest_kept(small: list[Path], tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    shutil.copy(small[0], folder / "good.warc.wet.gz")
+    (folder / "gone.warc.wet.gz").symlink_to(tmp_path / "nowhere")
+    good = run(folder / "good.warc.wet.gz", tmp_path / "a")
+    both = run([folder / "good.warc.wet.gz", folder / "gone.warc.wet.gz"], tmp_path / "b")
+    assert both.counts == good.counts
+    assert [entry.failed for entry in both.inputs] == ["", "unreadable: No such file or directory"]
