@@ -33,8 +33,7 @@ from pipelines.plan import Plan
 from pipelines.regroup import Output
 from pipelines.timings import TIMINGS_FILE, collect
 
-DROPS_FILE = "_drops.parquet"
-"""The underscore keeps it out of what Arrow, pandas and Spark read when they open the folder."""
+DROPS_FILE = "drops.parquet"
 FAULTS_FILE = "faults.json"
 
 

@@ -54,7 +54,7 @@ class Output(_Section):
     directory: str = Field("", description="folder or fsspec URL of the mined crawl")
     target_bytes: int = Field(256 * MIB, ge=1, description="text bytes in one Parquet file, about")
     compression_level: int = Field(3, ge=1, le=19, description="zstd level")
-    drops: bool = Field(False, description="write _drops.parquet: each dropped page, its reason")
+    drops: bool = Field(False, description="write drops.parquet: each dropped page, its reason")
 
 
 class Pages(_Section):

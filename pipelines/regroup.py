@@ -38,6 +38,8 @@ SHARD_SCHEMA = pa.schema(
     ]
 )  # fmt: skip
 _ROW_GROUP_BYTES = 16 << 20
+PAGES = "pages"
+"""The shards have a folder of their own, so that Arrow, pandas and Spark open it as it is."""
 
 Task = dict[str, Any]
 Output = dict[str, Any]
@@ -177,7 +179,9 @@ def _write_parts(plan: Plan, task: Task) -> list[Output]:
             )
             for bucket in sorted(set(names)):
                 if bucket not in parts:
-                    relative = f"language={language}/bucket={bucket}/part-{part:05d}.parquet"
+                    relative = (
+                        f"{PAGES}/language={language}/bucket={bucket}/part-{part:05d}.parquet"
+                    )
                     parts[bucket] = _Part(stack, plan, relative)
                 chosen = rows.filter(pa.array(names == bucket))
                 parts[bucket].add(_with_bucket(chosen, bucket))

@@ -21,6 +21,7 @@ from pipelines.manifest import MANIFEST_FILE, Manifest, read_manifest
 from pipelines.plan import Plan, make_plan
 from pipelines.publish import DROPS_FILE, FAULTS_FILE
 from pipelines.recipe import MineRecipe
+from pipelines.regroup import PAGES
 from pipelines.timings import TIMINGS_FILE
 
 _CLAIM_FILE = "run.json"
@@ -92,7 +93,7 @@ def _claim(plan: Plan) -> str:
 
 def _parts(plan: Plan) -> list[str]:
     system, root = files.filesystem(plan.recipe.output.directory)
-    return list(system.glob(f"{root}/language=*/bucket=*/part-*.parquet"))
+    return list(system.glob(f"{root}/{PAGES}/language=*/bucket=*/part-*.parquet"))
 
 
 @contextlib.contextmanager

@@ -42,10 +42,12 @@ from pipelines.containers import Gap, GapReason
 from pipelines.wet_headers import (
     BLANK_LINE,
     HEADER_LINES,
+    KNOWN_NAMES,
     VERSION_LINE,
     VERSION_LINE_BYTES,
     content_length,
     digest_is_right,
+    field_name,
     may_be_page,
     parse_headers,
 )
@@ -186,7 +188,9 @@ class WetReader:
                 headers = list(parsed.headers)
             except (OSError, ValueError):
                 return
-            fields = {name.lower(): value for name, value in headers}
+            fields = dict(headers)
+            if not KNOWN_NAMES.issuperset(fields):
+                fields = {field_name(name): value for name, value in headers}
             body = text.find(_TRAILER, start) + len(_TRAILER)
             length = content_length(fields)
             if (
@@ -194,7 +198,7 @@ class WetReader:
                 # One line a header, none folded, none repeated, none that ends in LF alone.
                 or text.count(b"\n", start, body) != len(headers) + 2
                 or len(fields) != len(headers)
-                or "warc-type" not in fields
+                or "WARC-Type" not in fields
                 or length is None
                 or length > self._max_record_bytes
             ):
@@ -276,18 +280,18 @@ class WetReader:
     ) -> Record | None:
         """Count a complete record; the record itself when it is a page."""
         self._expects_record = True
-        if fields.get("warc-type", "").lower() != "conversion":
+        if not _is_page(fields):
             self.counts.not_pages += 1
             return None
         self.counts.read += 1
         self.counts.length_corrected += corrected
-        url = fields.get("warc-target-uri", "")
+        url = fields.get("WARC-Target-URI", "")
         return Record(
             url=url[1:-1] if url.startswith("<") and url.endswith(">") else url,
-            date=fields.get("warc-date", ""),
-            digest=fields.get("warc-block-digest", ""),
-            record_id=fields.get("warc-record-id", ""),
-            identified_language=fields.get("warc-identified-content-language", ""),
+            date=fields.get("WARC-Date", ""),
+            digest=fields.get("WARC-Block-Digest", ""),
+            record_id=fields.get("WARC-Record-ID", ""),
+            identified_language=fields.get("WARC-Identified-Content-Language", ""),
             warc_offset=warc_offset,
             body=body,
             length_corrected=corrected,
@@ -339,6 +343,10 @@ class WetReader:
         self.losses.append(Loss(offset, end - offset, reason, record))
 
 
+def _is_page(fields: dict[str, str]) -> bool:
+    return fields.get("WARC-Type", "").lower() == "conversion"
+
+
 def _skip_blank(window: Window) -> bool:
     """Move over line ends. False at the end of the window."""
     while window.ensure(1):
@@ -375,7 +383,7 @@ def _is_vouched_for(window: Window, fields: dict[str, str], body: bytes) -> bool
     """Whether a record with a right length, from a damaged member, can be believed."""
     right = digest_is_right(fields, body)
     if right is not None:
-        window.has_digests |= right and fields.get("warc-type") == "conversion"
+        window.has_digests |= right and _is_page(fields)
         return right
     if window.has_digests or window.shows_damage:
         return False

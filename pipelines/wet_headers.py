@@ -17,19 +17,44 @@ _OTHER_TYPE = re.compile(
     rb"(?:warcinfo|response|resource|request|metadata|revisit|continuation)[ \t]*\r?$"
 )
 # More digits than a length can have are no length.
-_LENGTH = re.compile(r"[0-9]{1,18}")
-_SPACE = " \t\r"
+_MAX_LENGTH_DIGITS = 18
+# The names that Common Crawl writes, as it spells them. `fields` has them in this spelling,
+# whatever the file has, and other names in lower case.
+KNOWN_NAMES = frozenset(
+    {
+        "Content-Length",
+        "Content-Type",
+        "WARC-Block-Digest",
+        "WARC-Date",
+        "WARC-Filename",
+        "WARC-Identified-Content-Language",
+        "WARC-Record-ID",
+        "WARC-Refers-To",
+        "WARC-Target-URI",
+        "WARC-Type",
+        "WARC-Warcinfo-ID",
+    }
+)
+_SPELLING = {name.lower(): name for name in KNOWN_NAMES}
+_SPACE = " \t\r\x0c"
 
 
 def content_length(fields: dict[str, str]) -> int | None:
     """Content-Length in bytes; None when there is none or it is not a number."""
-    stated = fields.get("content-length", "")
-    return int(stated) if _LENGTH.fullmatch(stated) else None
+    stated = fields.get("Content-Length", "")
+    is_length = stated.isascii() and stated.isdigit() and len(stated) <= _MAX_LENGTH_DIGITS
+    return int(stated) if is_length else None
+
+
+def field_name(name: str) -> str:
+    """The spelling under which `fields` has the header `name`."""
+    name = name.lower()
+    return _SPELLING.get(name, name)
 
 
 def digest_is_right(fields: dict[str, str], body: bytes) -> bool | None:
     """Whether the SHA-1 block digest (base 32 or 16) is that of `body`; None without one."""
-    algorithm, _, value = fields.get("warc-block-digest", "").partition(":")
+    algorithm, _, value = fields.get("WARC-Block-Digest", "").partition(":")
     if algorithm.lower() != "sha1":
         return None
     digest = hashlib.sha1(body, usedforsecurity=False)
@@ -43,7 +68,7 @@ def may_be_page(header: bytes) -> bool:
 
 
 def parse_headers(header: bytes) -> dict[str, str]:
-    """The headers of a record by their names in lower case."""
+    """The headers of a record by name (`field_name`); of a repeated one the first."""
     fields: dict[str, str] = {}
     folded = ""
     for line in header.decode("utf-8", "replace").split("\n")[1:]:
@@ -52,7 +77,7 @@ def parse_headers(header: bytes) -> dict[str, str]:
             if folded:
                 fields[folded] = f"{fields[folded]} {line.strip(_SPACE)}".strip(_SPACE)
         elif colon:
-            name = name.strip(_SPACE).lower()
+            name = field_name(name.strip(_SPACE))
             folded = "" if name in fields else name
             fields.setdefault(name, value.strip(_SPACE))
     return fields

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from models import files
 from models.errors import UserError
 from pipelines.manifest import MANIFEST_FILE, Manifest, OutputEntry, read_manifest
+from pipelines.regroup import PAGES
 from pipelines.report import funnel
 from pipelines.wet import WetReader
 
@@ -78,8 +79,8 @@ def verify_manifest(manifest: Manifest, folder: str) -> list[str]:
             wrong.append(f"'{output.path}' cannot be read: {error.strerror or error}")
     system, root = files.filesystem(folder)
     known = {output.path for output in listed}
-    for path in sorted(system.glob(f"{root}/language=*/bucket=*/*")):
-        relative = "/".join(path.split("/")[-3:])
+    for path in sorted(system.glob(f"{root}/{PAGES}/language=*/bucket=*/*")):
+        relative = "/".join(path.split("/")[-4:])
         if relative not in known:
             wrong.append(f"'{relative}' stands in the folder, but not in the manifest")
     return wrong
