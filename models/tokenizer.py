@@ -31,6 +31,8 @@ NORMALIZATION_RULES: dict[str, str] = {"ccnet": "nmt_nfkc", "unicode": "nfkc"}
 _SENTENCE_CHARS = 1000
 # SentencePiece's own mark for an unknown character; it drops sentences that hold it.
 _RESERVED_MARK = "▅"
+# SentencePiece's complaint that the vocabulary has no room for the single characters.
+_NEEDED = re.compile(r"(\d+) vs (\d+)")
 
 
 class TrainingParagraphs:
@@ -155,13 +157,19 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
 def _train_largest(
     sentences: list[str], sizes: Sequence[int], options: dict[str, Any], chars: int
 ) -> tuple[int, bytes]:
-    """Train with the first of `sizes` (falling) that works; return it and the model."""
+    """Train with the first of `sizes` (falling) that works; return it and the model.
+
+    When one size is too large and the next too small, with the most that the text gives: a short
+    text in a script of many characters needs that.
+    """
     from sentencepiece import SentencePieceTrainer  # noqa: PLC0415
 
-    limit = ""
-    for size in sizes:
-        most = re.search(r"<= (\d+)", limit)
-        if most and size > int(most[1]):
+    fault = ""
+    most: int | None = None
+    waiting = list(sizes)
+    while waiting:
+        size = waiting.pop(0)
+        if most is not None and size > most:
             continue
         # The model is collected in memory: a failed training leaves no empty file behind.
         written = io.BytesIO()
@@ -170,15 +178,19 @@ def _train_largest(
                 sentence_iterator=iter(sentences), model_writer=written, vocab_size=size, **options
             )
         except RuntimeError as error:
-            limit = str(error)
+            fault = str(error)
+            if limit := re.search(r"<= (\d+)", fault):
+                most = int(limit[1])
+            elif _NEEDED.search(fault) and most is not None and size < most:
+                waiting = [most]
             continue
         return size, written.getvalue()
-    raise _too_small(limit, sizes[-1], len(sentences), chars)
+    raise _too_small(fault, size, len(sentences), chars)
 
 
 def _too_small(reason: str, size: int, sentences: int, chars: int) -> UserError:
     text = f"the text ({sentences} sentences, {chars} characters after normalisation)"
-    needed = re.search(r"(\d+) vs (\d+)", reason)
+    needed = _NEEDED.search(reason)
     most = re.search(r"<= (\d+)", reason)
     if needed:
         return UserError(

@@ -207,3 +207,11 @@ def test_a_file_that_is_no_tokenizer_is_a_user_error(tmp_path: Path) -> None:
         broken.write_bytes(content)
         with pytest.raises(UserError, match=r"broken\.sp\.model' is not a SentencePiece model"):
             load_tokenizer(broken)
+
+
+def test_auto_takes_what_a_short_text_of_many_characters_allows(tmp_path: Path) -> None:
+    # 400 different characters: 250 pieces are too few, 500 too many.
+    text = "".join(chr(0x4E00 + i) for i in range(400))
+    lines = [text[at : at + 40] for at in range(0, 400, 20)]
+    report = train_sentencepiece(lines, tmp_path / "ja.sp.model", vocab_size="auto")
+    assert 400 < report["vocab_size"] < 500
