@@ -143,6 +143,14 @@ def write_atomic(url: str | os.PathLike[str], data: bytes | str) -> None:
         temporary.write_bytes(data.encode() if isinstance(data, str) else data)
 
 
+def sweep(folder: str | os.PathLike[str]) -> None:
+    """Remove the temporary files that a killed process left in a local `folder` and below."""
+    if is_local(folder):
+        for path in local_path(folder).rglob(f".*{TEMPORARY_SUFFIX}"):
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+
+
 def remove_tree(url: str | os.PathLike[str]) -> None:
     """Remove the folder `url` and all in it; nothing happens when it is not there."""
     system, path = filesystem(url)

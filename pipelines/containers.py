@@ -32,7 +32,7 @@ from isal import isal_zlib
 
 GapReason = Literal["damaged_member", "truncated_member", "garbage"]
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 256 << 10
 _FEED_BYTES = 8 << 10
 # Inside the block of a damaged member where the decompressor gives up it is fed in small steps,
 # because it withholds the text of a step that fails.

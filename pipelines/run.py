@@ -52,6 +52,7 @@ def mine(
             _run_beam(plan, plan_path, beam_options)
         _raise_faults(plan)
         manifest = read_manifest(recipe.output.directory)
+        _sweep(plan)
     if not recipe.run.keep_staging:
         files.remove_tree(plan.staging)
     return manifest
@@ -107,6 +108,7 @@ def _claimed(plan: Plan, *, restart: bool) -> Iterator[None]:
                 folder.mkdir(parents=True, exist_ok=True)
                 files.local_path(directory).mkdir(parents=True, exist_ok=True)
                 _lock(stack, directory, str(folder / _LOCK_FILE))
+            _sweep(plan)
             if restart:
                 _throw_away(plan)
             files.write_atomic(files.join(plan.staging, _CLAIM_FILE), _claim(plan))
@@ -116,6 +118,11 @@ def _claimed(plan: Plan, *, restart: bool) -> Iterator[None]:
                 "give a folder that you may write to with --output"
             ) from None
         yield
+
+
+def _sweep(plan: Plan) -> None:
+    files.sweep(plan.staging)
+    files.sweep(files.join(plan.recipe.output.directory, PAGES))
 
 
 def _lock(stack: contextlib.ExitStack, directory: str, path: str) -> None:
@@ -163,7 +170,7 @@ def _pipeline(workers: int, beam_options: Sequence[str]) -> Any:
     # By name: the default DirectRunner first tries to download another runner.
     environment = None
     if workers > 1:
-        command = f"exec {shlex.quote(sys.executable)} -m pipelines.worker"
+        command = f"exec {shlex.quote(sys.executable)} -m pipelines.worker {os.getpid()}"
         environment = SubprocessSDKEnvironment.from_command_string(command)
     options = PipelineOptions([*beam_options, f"--direct_num_workers={workers}"])
     return beam.Pipeline(runner=FnApiRunner(default_environment=environment), options=options)

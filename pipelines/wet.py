@@ -16,7 +16,7 @@ The rules, where the format leaves a choice or the file breaks it:
 - A record that the data ends in is lost, however much of it there is.
 - The text of a member that is not whole is read up to the fault. Its last record is lost even if
   its length seems right, no length is corrected, and a record must be vouched for: by its SHA-1
-  block digest, or, where no record has one, by being UTF-8 and standing before the first sign of
+  block digest, or, where no page has one, by being UTF-8 and standing before the first sign of
   damage. Only the digest is proof, and only of the body; Common Crawl writes one for each page.
 - A record over `max_record_bytes`, or a header over `max_header_bytes`, is lost; reading goes on
   at the next record. Only the beginning of a line or member counts as one, but a too large body
@@ -40,7 +40,9 @@ from fastwarc.warc import ArchiveIterator
 from pipelines import containers
 from pipelines.containers import Gap, GapReason
 from pipelines.wet_headers import (
+    BLANK,
     BLANK_LINE,
+    DIGEST_NAME,
     HEADER_LINES,
     KNOWN_NAMES,
     VERSION_LINE,
@@ -48,6 +50,7 @@ from pipelines.wet_headers import (
     content_length,
     digest_is_right,
     field_name,
+    is_page,
     may_be_page,
     parse_headers,
 )
@@ -60,7 +63,6 @@ LossReason = (
 _LOOKAHEAD_BYTES = 4 << 10
 _TRAILER = b"\r\n\r\n"
 _FAST_VERSIONS = (b"WARC/1.0\r\n", b"WARC/1.1\r\n")
-_BLANK = re.compile(rb"[\r\n]*")
 _CUT_VERSION_LINE = re.compile(rb"WARC/[\d.]*[ \t]*\r?")
 
 
@@ -151,12 +153,12 @@ class WetReader:
     def _records(self, window: Window) -> Iterator[Record]:
         # FastWARC is not asked about each record of a file that it cannot read.
         wait = pause = 0
-        while _skip_blank(window):
+        while window.skip_blank():
             if window.fault is None and wait == 0:
                 start = window.position
                 yield from self._fast_records(window)
                 wait = pause = 0 if window.position > start else min(2 * pause + 1, 64)
-                if not _skip_blank(window):
+                if not window.skip_blank():
                     return
             else:
                 wait -= 1
@@ -244,7 +246,7 @@ class WetReader:
             have = window.ensure(end + _LOOKAHEAD_BYTES + self._max_header_bytes)
             if have >= end and _closes(window, fields, body, end):
                 text = window.text[window.position + body : window.position + end]
-                if window.fault is not None and not _is_vouched_for(window, fields, text):
+                if window.fault is not None and not _is_vouched_for(window, fields, text, end):
                     self._lose_to_next(window, end, window.fault, page)
                     return None
                 return self._take(window, fields, text, end, corrected=False)
@@ -280,7 +282,7 @@ class WetReader:
     ) -> Record | None:
         """Count a complete record; the record itself when it is a page."""
         self._expects_record = True
-        if not _is_page(fields):
+        if not is_page(fields):
             self.counts.not_pages += 1
             return None
         self.counts.read += 1
@@ -343,24 +345,10 @@ class WetReader:
         self.losses.append(Loss(offset, end - offset, reason, record))
 
 
-def _is_page(fields: dict[str, str]) -> bool:
-    return fields.get("WARC-Type", "").lower() == "conversion"
-
-
-def _skip_blank(window: Window) -> bool:
-    """Move over line ends. False at the end of the window."""
-    while window.ensure(1):
-        blank = _BLANK.match(window.text, window.position)
-        window.position = window.position if blank is None else blank.end()
-        if window.position < len(window.text):
-            return True
-    return False
-
-
 def _closes(window: Window, fields: dict[str, str], body: int, end: int) -> bool:
     """Whether a record that begins at the position can end at `end`."""
     text, at = window.text, window.position + end
-    blank = _BLANK.match(text, at, at + _LOOKAHEAD_BYTES)
+    blank = BLANK.match(text, at, at + _LOOKAHEAD_BYTES)
     behind = at if blank is None else blank.end()
     version = VERSION_LINE.match(text, behind)
     if version and window.is_typed(version.end()):
@@ -379,13 +367,20 @@ def _closes(window: Window, fields: dict[str, str], body: int, end: int) -> bool
     )
 
 
-def _is_vouched_for(window: Window, fields: dict[str, str], body: bytes) -> bool:
-    """Whether a record with a right length, from a damaged member, can be believed."""
+def _is_vouched_for(window: Window, fields: dict[str, str], body: bytes, end: int) -> bool:
+    """Whether a record with a right length, from a member that is not whole, can be believed.
+
+    `end` counts from the position, like all offsets in a window.
+    """
     right = digest_is_right(fields, body)
     if right is not None:
-        window.has_digests |= right and _is_page(fields)
+        window.has_digests |= right and is_page(fields)
         return right
-    if window.has_digests or window.shows_damage:
+    if window.shows_damage:
+        return False
+    if is_page(fields) and (
+        window.has_digests or DIGEST_NAME in window.text[window.position + end :]
+    ):
         return False
     try:
         body.decode()

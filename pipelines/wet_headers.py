@@ -11,6 +11,8 @@ VERSION_LINE = re.compile(rb"WARC/\d{1,3}\.\d{1,3}[ \t]{0,8}\r?\n")
 VERSION_LINE_BYTES = 32
 # What follows it, up to a blank line or the first line of another record.
 HEADER_LINES = re.compile(rb"(?:(?!\r?\n|WARC/\d{1,3}\.\d{1,3}[ \t]{0,8}\r?\n)[^\n]*\n)*+")
+DIGEST_NAME = b"WARC-Block-Digest"
+BLANK = re.compile(rb"[\r\n]*")
 BLANK_LINE = re.compile(rb"\r?\n")
 _OTHER_TYPE = re.compile(
     rb"(?im)^warc-type[ \t]*:[ \t]*"
@@ -60,6 +62,11 @@ def digest_is_right(fields: dict[str, str], body: bytes) -> bool | None:
     digest = hashlib.sha1(body, usedforsecurity=False)
     found = digest.hexdigest() if len(value) == 40 else base64.b32encode(digest.digest()).decode()
     return found.lower() == value.lower()
+
+
+def is_page(fields: dict[str, str]) -> bool:
+    """Whether the record is a page: `conversion`, the only type of page that WET has."""
+    return fields.get("WARC-Type", "").lower() == "conversion"
 
 
 def may_be_page(header: bytes) -> bool:

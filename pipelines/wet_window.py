@@ -12,7 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 
 from pipelines.containers import CHUNK_BYTES, Chunk, Gap, GapReason
-from pipelines.wet_headers import HEADER_LINES, VERSION_LINE, VERSION_LINE_BYTES
+from pipelines.wet_headers import BLANK, HEADER_LINES, VERSION_LINE, VERSION_LINE_BYTES
 
 # The header lines up to one that names the type. Each alternative begins with another kind of
 # byte, so that nothing is matched twice: linear on any text.
@@ -86,6 +86,15 @@ class Window:
         passed = bisect_right(self._at, self._base) - 1
         del self._at[:passed], self._stored[:passed], self._member[:passed]
         return have
+
+    def skip_blank(self) -> bool:
+        """Move over line ends. False at the end of the run."""
+        while self.ensure(1):
+            blank = BLANK.match(self.text, self.position)
+            self.position = self.position if blank is None else blank.end()
+            if self.position < len(self.text):
+                return True
+        return False
 
     @property
     def untouched(self) -> bool:

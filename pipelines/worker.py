@@ -1,7 +1,7 @@
 """One local worker process: Beam's own, but quiet, single-threaded, and gone with its parent.
 
-`pipelines/run.py` starts it as `python -m pipelines.worker`; Beam passes the addresses in the
-environment.
+`pipelines/run.py` starts it as `python -m pipelines.worker PARENT_PID`; Beam passes the addresses
+in the environment.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ _PARENT_POLL_S = 1.0
 
 def main() -> None:
     """Serve Beam's bundles until the runner is done or dead."""
+    parent = int(sys.argv.pop())  # asked for here, it might be dead already
     # Without a handler of ours, Beam's import writes warnings to stderr, and then every detail.
     logging.getLogger().addHandler(logging.NullHandler())
-    threading.Thread(target=_leave_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
     import pyarrow  # noqa: PLC0415
     from apache_beam.runners.worker import sdk_worker_main  # noqa: PLC0415
 

@@ -106,7 +106,7 @@ def read(data: bytes, **limits: int) -> tuple[list[Page], WetReader]:
     assert end <= len(data)
     offsets = [one.warc_offset for one in records]
     assert offsets == sorted(offsets)
-    if data[:4] != b"\x28\xb5\x2f\xfd" and b"\x1f\x8b\x08" not in data:
+    if b"\x28\xb5\x2f\xfd" not in data and b"\x1f\x8b\x08" not in data:
         _check_plain_account(data, reader, records)
     return [Page(one.url, one.body) for one in records], reader
 
