@@ -16,6 +16,8 @@ from pydantic import BaseModel, ConfigDict
 
 from models import files
 from models.errors import UserError
+from models.language_id import LanguageIdentifier
+from models.languages import check_codes
 from models.ngram import find_language_models
 from models.registry import load_registry
 from pipelines.buckets import Cutoffs, read_cutoffs
@@ -114,6 +116,9 @@ def make_plan(recipe: MineRecipe) -> Plan:
     stored_bytes = sum(file.bytes for file in inputs)
     check_index(recipe)
     identifier = load_registry().find(recipe.language.model)
+    wanted = (*recipe.language.allow, *recipe.language.deny)
+    if wanted:
+        check_codes(wanted, produced=LanguageIdentifier(os.fspath(identifier)).languages())
     return Plan(
         recipe=recipe,
         inputs=inputs,
@@ -141,14 +146,19 @@ def _inputs(recipe: MineRecipe) -> tuple[InputFile, ...]:
             shard_ranges(len(found), recipe.input.num_shards, -1)
         ):
             shards[first:last] = [shard] * (last - first)
-    group_of = {
-        "crawl": lambda shard: 0,
-        "window": lambda shard: shard // recipe.dedup.window_shards,
-        "shard": lambda shard: shard,
+    shards_in_group = {
+        "crawl": max(shards) + 1,
+        "window": recipe.dedup.window_shards,
+        "shard": 1,
     }[recipe.dedup.scope]
     return tuple(
         InputFile(
-            index=index, name=name, url=url, bytes=_size(url), shard=shard, group=group_of(shard)
+            index=index,
+            name=name,
+            url=url,
+            bytes=_size(url),
+            shard=shard,
+            group=shard // shards_in_group,
         )
         for index, (name, url, shard) in enumerate(zip(_names(urls), urls, shards, strict=True))
     )

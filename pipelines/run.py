@@ -161,7 +161,7 @@ def _run_beam(plan: Plan, plan_path: str, beam_options: Sequence[str]) -> None:
 def _pipeline(workers: int, beam_options: Sequence[str]) -> Any:
     import apache_beam as beam  # noqa: PLC0415
     from apache_beam.options.pipeline_options import PipelineOptions  # noqa: PLC0415
-    from apache_beam.runners.portability.fn_api_runner import FnApiRunner  # noqa: PLC0415
+    from apache_beam.runners.portability.fn_api_runner.fn_runner import FnApiRunner  # noqa: PLC0415
     from apache_beam.transforms.environments import SubprocessSDKEnvironment  # noqa: PLC0415
 
     logging.getLogger("apache_beam").setLevel(logging.ERROR)

@@ -16,7 +16,7 @@ from models.errors import UserError
 from pipelines.manifest import MANIFEST_FILE, Manifest, OutputEntry, read_manifest
 from pipelines.regroup import PAGES
 from pipelines.report import funnel
-from pipelines.wet import WetReader
+from pipelines.wet import Record, WetReader
 
 _PREVIEW_CHARS = 600
 _BATCH_ROWS = 1000
@@ -185,7 +185,7 @@ def _parquet(target: str, *, as_json: bool, conditions: dict[str, str], count: i
 def _wet(target: str, *, as_json: bool, count: int) -> int:
     with files.mapped(target) as data:
         reader = WetReader(data)
-        shown = []
+        shown: list[tuple[Record, str]] = []
         languages: Counter[str] = Counter()
         characters = 0
         for record in reader:

@@ -227,9 +227,8 @@ def test_opens_in_pandas_duckdb_and_arrow(reference: tuple[Path, Manifest]) -> N
     pages = manifest.counts.pages.written
     frame = pd.read_parquet(folder / "pages", filters=[("language", "==", "bn")])
     assert len(frame) == manifest.counts.by_language["bn"].pages
-    found = duckdb.sql(
-        f"select count(*), count(distinct language) from '{folder}/pages/language=*/bucket=*/*.parquet'"
-    ).fetchall()
+    shards = f"'{folder}/pages/language=*/bucket=*/*.parquet'"
+    found = duckdb.sql(f"select count(*), count(distinct language) from {shards}").fetchall()
     assert found == [(pages, len(manifest.counts.by_language))]
     assert pq.read_table(folder / "pages" / "language=bn", pre_buffer=False).num_rows == len(frame)
 

@@ -131,3 +131,30 @@ def _check_plain_account(data: bytes, reader: WetReader, records: list) -> None:
         others += bool(between)
         at = end
     assert others <= reader.counts.not_pages
+
+
+def store(records: list[bytes], container: str) -> bytes:
+    raw = b"".join(records)
+    return {
+        "gzip members": lambda: b"".join(gzip_members(records)),
+        "one gzip member": lambda: gzip.compress(raw),
+        "zstd frames": lambda: b"".join(zstd_frames(records)),
+        "one zstd frame": lambda: zstandard.ZstdCompressor().compress(raw),
+        "plain": lambda: raw,
+    }[container]()
+
+
+CONTAINERS = ["gzip members", "one gzip member", "zstd frames", "one zstd frame", "plain"]
+
+
+PAGES = 6
+RECORDS = sample_records(PAGES)
+RAW = b"".join(RECORDS)
+EXPECTED = naive(RAW)
+MEMBERS = gzip_members(RECORDS)
+STORED = b"".join(MEMBERS)
+STARTS = [sum(map(len, MEMBERS[:i])) for i in range(len(MEMBERS) + 1)]
+NEXT = record(b"the next page\n", "http://next.example/")
+NEXT_PAGE = Page("http://next.example/", b"the next page\n")
+A = record(b"first page\n", "http://first.example/")
+A_PAGE = Page("http://first.example/", b"first page\n")

@@ -1,0 +1,171 @@
+"""The front door: each mistake gets one line and exit code 2, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts.cli import main
+from tests.wet_files import Doc, write_wet
+
+
+@pytest.fixture
+def place(
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    data_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Path:
+    """A working folder with one good WET file, where the language model is at hand."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GRISTMILL_DATA", str(data_dir))
+    monkeypatch.setenv("GRISTMILL_CACHE", str(tmp_path_factory.mktemp("cache")))
+    subjects = ("mill", "river", "bridge", "school", "harbour", "market", "garden", "church")
+    text = "\n".join(f"This line of the page tells about the {name}." for name in subjects)
+    write_wet(tmp_path / "good.warc.wet.gz", [Doc("http://a.example/", text)])
+    return tmp_path
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+GOOD = ["mine", "default", "--input", "good.warc.wet.gz", "--output", "out"]
+MISTAKES = {
+    "unknown recipe": (["mine", "defualt"], ["'defualt'", "'default'"]),
+    "unknown key": ([*GOOD, "--set", "dedup.kep=first"], ["'dedup.kep'", "'keep'"]),
+    "bad value": ([*GOOD, "--set", "dedup.keep=last"], ["'last'", "'first'"]),
+    "no input": (["mine", "default", "--output", "out"], ["--input"]),
+    "no output": (["mine", "default", "--input", "good.warc.wet.gz"], ["--output"]),
+    "glob without match": (
+        ["mine", "default", "--input", "no/*.gz", "--output", "out"], ["'no/*.gz'", "no file"],
+    ),
+    "input twice": ([*GOOD, "--input", "good.warc.wet.gz"], ["'good.warc.wet.gz'", "twice"]),
+    "unknown scheme": (
+        ["mine", "default", "--input", "nope://x", "--output", "out"], ["'nope://x'"],
+    ),
+    "unknown language": (
+        [*GOOD, "--set", 'language.allow=["bn", "bengalese"]'], ["'bengalese'"],
+    ),
+    "language that the model never says": (
+        [*GOOD, "--set", 'language.allow=["bn", "ace"]'], ["'ace'"],
+    ),
+    "missing model": (
+        [*GOOD, "--set", "language.model=lid.176.bin"],
+        ["'lid.176.bin'", "gristmill models fetch lid.176.bin"],
+    ),
+    "unknown model": ([*GOOD, "--set", "language.model=lid.ftz"], ["'lid.ftz'"]),
+    "no models folder": ([*GOOD, "--set", "quality.models=lm"], ["'lm'"]),
+    "missing cutoffs": ([*GOOD, "--set", "quality.cutoffs=c.csv"], ["'c.csv'", "'run'"]),
+    "missing index": ([*GOOD, "--set", "dedup.index_in=idx"], ["'idx'", "index.json"]),
+    "unwritable output": (
+        ["mine", "default", "--input", "good.warc.wet.gz", "--output", "good.warc.wet.gz/out"],
+        ["'good.warc.wet.gz/out'", "--output"],
+    ),
+    "nothing to inspect": (["inspect", "nowhere"], ["'nowhere'"]),
+    "no manifest": (["inspect", "."], ["'.'", "manifest.json"]),
+    "list of WET files missing": (["crawl", "no.paths"], ["'no.paths'"]),
+    "snapshot misspelled": (["crawl", "CC-MAIN-24-10"], ["'CC-MAIN-24-10'", "CC-MAIN-2024-10"]),
+    "unknown model name": (["models", "fetch", "lid"], ["'lid'"]),
+    "no tokenizer": (
+        ["models", "train-ngram", "good.warc.wet.gz", "--language", "bn", "--output", "lm"],
+        ["bn.sp.model", "train-tokenizer"],
+    ),
+    "vocabulary": (
+        ["models", "train-tokenizer", "good.warc.wet.gz", "--language", "bn", "--output", "lm",
+         "--vocab-size", "many"], ["'many'", "'auto'"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes(mistake: str, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    arguments, expected = MISTAKES[mistake]
+    before = listing(place)
+    assert main(arguments) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith("gristmill: ")
+    assert err.count("\n") == 1, err
+    for part in expected:
+        assert part in err, err
+    assert listing(place) == before
+
+
+def test_two_recipes_with_one_output(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(GOOD) == 0
+    before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    capfd.readouterr()
+    assert main([*GOOD, "--set", "pages.min_chars=10"]) == 2
+    err = capfd.readouterr().err
+    assert "'out'" in err
+    assert "--restart" in err
+    assert err.count("\n") == 1
+    assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
+
+
+def test_usage_errors_name_what_is_valid(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (
+        ["min"],
+        ["mine"],
+        ["mine", "x", "--workers", "0"],
+        ["inspect", "x", "--", "-y"],
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+        assert "usage: gristmill" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["mine", "crawl", "inspect", "models", "demo"])
+def test_help_shows_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([verb, "--help"])
+    assert caught.value.code == 0
+    assert f"example: gristmill {verb}" in capsys.readouterr().out
+
+
+def test_dry_run_writes_nothing(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = listing(place)
+    assert main([*GOOD, "--dry-run"]) == 0
+    assert '"common_pages": 100' in capfd.readouterr().out
+    assert main([*GOOD, "--dry-run", "--json"]) == 0
+    plan = json.loads(capfd.readouterr().out)
+    assert [file["name"] for file in plan["inputs"]] == ["good.warc.wet.gz"]
+    assert listing(place) == before
+
+
+def test_inspect_shows_and_verifies(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*GOOD, "--json"]) == 0
+    manifest = json.loads(capfd.readouterr().out)
+    assert manifest["counts"]["pages"] == {"read": 1, "written": 1, "dropped": {}}
+    assert main(["inspect", "out", "--verify"]) == 0
+    out = capfd.readouterr().out
+    assert "verified: the sums add up, 1 files as listed" in out
+    assert main(["inspect", "out", "--sample", "language=en", "-n", "5"]) == 0
+    assert "http://a.example/" in capfd.readouterr().out
+    shard = place / "out" / manifest["outputs"][0]["path"]
+    assert main(["inspect", str(shard)]) == 0
+    assert "1 rows" in capfd.readouterr().out
+    assert main(["inspect", "good.warc.wet.gz", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["records"]["read"] == 1
+    assert main(["inspect", "out", "--sample", "language=xx"]) == 2
+    assert "en/all" in capfd.readouterr().err
+    shard.write_bytes(shard.read_bytes()[:-1])
+    (shard.parent / "stray.parquet").write_bytes(b"")
+    assert main(["inspect", "out", "--verify"]) == 1
+    out = capfd.readouterr().out
+    assert f"'{manifest['outputs'][0]['path']}' differs from its digest" in out
+    assert "stray.parquet' stands in the folder, but not in the manifest" in out
+
+
+def test_crawl_manifest_is_an_input(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (place / "wet.paths").write_text("good.warc.wet.gz\n")
+    assert main(["crawl", "wet.paths", "--output", "crawl"]) == 0
+    assert "1 WET files in 1 shards" in capfd.readouterr().out
+    assert main(["mine", "default", "--input", "crawl/crawl.json", "--output", "out"]) == 0
+    assert json.loads((place / "out" / "manifest.json").read_text())["inputs"][0]["name"] == (
+        "good.warc.wet.gz"
+    )
