@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from itertools import compress, pairwise
+from itertools import compress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -158,7 +158,8 @@ class _Cleaner:
         table = pa.concat_tables([STAGING_SCHEMA.empty_table(), *self.tables])
         self.tables.clear()
         order = pc.sort_indices(table["language"].combine_chunks())  # stable
-        row_groups = self._stage(table, order, f"{base}.parquet")
+        table = table.combine_chunks().take(order)
+        row_groups = self._stage(table, f"{base}.parquet")
         drops_xxh3 = ""
         if self.recipe.output.drops:
             with files.atomic_path(f"{base}.drops.parquet") as temporary:
@@ -316,8 +317,8 @@ class _Cleaner:
         }
         return pa.table(columns, schema=STAGING_SCHEMA)
 
-    def _stage(self, table: pa.Table, order: pa.Array, path: str) -> list[Report]:
-        """Write the rows language by language, scored; gives what each row group holds."""
+    def _stage(self, table: pa.Table, path: str) -> list[Report]:
+        """Write `table`, sorted by language, scored; gives what each row group holds."""
         row_groups: list[Report] = []
         with (
             files.atomic_path(path) as temporary,
@@ -326,15 +327,15 @@ class _Cleaner:
                 use_dictionary=["host", "language", "warc_file"], write_page_checksum=True,
             ) as writer,
         ):  # fmt: skip
-            languages = table["language"].combine_chunks().take(order)
-            encoded = languages.dictionary_encode()
-            bounds = np.flatnonzero(np.diff(encoded.indices.to_numpy())) + 1
-            edges = [0, *bounds.tolist(), len(order)] if len(order) else []
-            for first, last in pairwise(edges):
-                language = languages[first].as_py()
+            runs = pc.run_end_encode(table["language"].combine_chunks())
+            first = 0
+            for language, last in zip(
+                runs.values.to_pylist(), runs.run_ends.to_pylist(), strict=True
+            ):
                 for start in range(first, last, _ROW_GROUP_PAGES):
-                    rows = table.take(order[start : min(start + _ROW_GROUP_PAGES, last)])
+                    rows = table.slice(start, min(_ROW_GROUP_PAGES, last - start))
                     row_groups.append(self._stage_rows(writer, language, rows))
+                first = last
         return row_groups
 
     def _stage_rows(self, writer: pq.ParquetWriter, language: str, rows: pa.Table) -> Report:

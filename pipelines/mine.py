@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import apache_beam as beam
 import numpy as np
 
-from models.errors import DamagedInput, Fault
+from models.errors import DamagedInput, GristmillError
 from pipelines.arrays import open_arrays
 from pipelines.clean import Report, clean_file
 from pipelines.dedup import Block, judge, read_range
@@ -152,7 +152,7 @@ def _clean(element: tuple[int, Iterable[Answer]], plan_path: str) -> tuple[int, 
         try:
             with timed(plan, "clean", unit):
                 report = clean_file(plan, plan.inputs[unit], keys.path, bits)
-        except (Fault, DamagedInput, OSError) as error:
+        except (GristmillError, OSError) as error:
             # With keep = "first" this unit owns paragraphs that other units have dropped for its
             # sake: the run cannot go on without it.
             faults = [f"input '{plan.inputs[unit].name}': {error}"]
@@ -185,7 +185,7 @@ def _regroup(element: tuple[int, Iterable[Any]], plan_path: str) -> tuple[int, F
     try:
         with timed(plan, "regroup", number):
             return _ALL, Finished(outputs=regroup(plan, value))
-    except (DamagedInput, OSError) as error:
+    except (GristmillError, OSError) as error:
         return _ALL, Finished(faults=[f"part of language '{value['language']}': {error}"])
 
 

@@ -116,9 +116,8 @@ def make_plan(recipe: MineRecipe) -> Plan:
     stored_bytes = sum(file.bytes for file in inputs)
     check_index(recipe)
     identifier = load_registry().find(recipe.language.model)
-    wanted = (*recipe.language.allow, *recipe.language.deny)
-    if wanted:
-        check_codes(wanted, produced=LanguageIdentifier(os.fspath(identifier)).languages())
+    produced = LanguageIdentifier(os.fspath(identifier)).languages()
+    check_codes((*recipe.language.allow, *recipe.language.deny), produced=produced)
     return Plan(
         recipe=recipe,
         inputs=inputs,

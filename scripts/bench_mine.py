@@ -60,6 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"input.paths={json.dumps(parsed.input)}",
             f"output.directory={work / 'mined'}",
             f"quality.models={work / 'models'}",
+            "language.threshold=0",  # so that the kernels see just the pages that mining saw
         ],
     )
     passes: dict[str, float] = {}
@@ -134,8 +135,7 @@ def measure_kernels(recipe: MineRecipe, mined: Path) -> tuple[int, dict[str, flo
                 "normalise + SHA-1",
                 lambda batch=batch: paragraph_hashes(batch, recipe.paragraphs.profile),
             )
-    # What language identification and scoring see: the text after dedup. The pages that the
-    # language threshold dropped are missing here, which makes the comparison a little harder.
+    # What language identification and scoring see: the text after dedup.
     tables = [
         pq.ParquetFile(mined / path, pre_buffer=False).read()
         for path in sorted(str(p.relative_to(mined)) for p in mined.rglob("*.parquet"))

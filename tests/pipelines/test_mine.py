@@ -362,6 +362,40 @@ def test_every_odd_file_goes_through_in_one_run(data_dir: Path, tmp_path: Path) 
     assert len(real) >= 15
 
 
+def test_ccnets_figures(data_dir: Path, tmp_path: Path) -> None:
+    """Measured on CCNet's own code, with the language header taken out of its way (CCNET.md §2)."""
+    paths = sorted((data_dir / "wet_docs").glob("*.warc.wet.gz"))
+    manifest = run(paths, tmp_path, "dedup.window_shards=4", "run.workers=2", recipe="ccnet")
+    pages = manifest.counts.pages
+    entered = pages.read - pages.dropped["too_short"]
+    after_dedup = entered - pages.dropped["emptied_by_dedup"]
+    assert manifest.counts.records.read == pages.read == 23_977
+    assert (entered, after_dedup, pages.written) == (23_068, 20_210, 19_253)
+    assert (
+        manifest.counts.paragraphs.read - manifest.counts.paragraphs.dropped["page_too_short"]
+        == 1_146_815
+    )
+
+
+def test_inputs_and_outputs_by_url(small: list[Path], tmp_path: Path) -> None:
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    for path in small[:2]:
+        memory.pipe_file(f"/crawl/{path.name}", path.read_bytes())
+    local = run(small[:2], tmp_path, "output.drops=true")
+    settings = ['input.paths="memory://crawl/*.warc.wet.gz"', "output.directory=memory://mined",
+                "output.drops=true"]  # fmt: skip
+    manifest = mine(load_recipe("default", settings))
+    assert verify_manifest(manifest, "memory://mined") == []
+    assert manifest.outputs == local.outputs
+    assert manifest.counts == local.counts
+    assert manifest.inputs == local.inputs
+    assert [path for path in memory.find("/mined") if ".staging" in path] == []
+    again = mine(load_recipe("default", settings))
+    assert again == manifest
+
+
 def test_nothing_kept_is_normal(tmp_path: Path) -> None:
     empty = write_wet(tmp_path / "empty.warc.wet.gz", [])
     short = write_wet(tmp_path / "short.warc.wet.gz", [Doc("http://a.example/", "too short")])

@@ -57,6 +57,9 @@ MISTAKES = {
         ["'lid.176.bin'", "gristmill models fetch lid.176.bin"],
     ),
     "unknown model": ([*GOOD, "--set", "language.model=lid.ftz"], ["'lid.ftz'"]),
+    "not a fastText model": (
+        [*GOOD, "--set", "language.model=./good.warc.wet.gz"], ["good.warc.wet.gz"],
+    ),
     "no models folder": ([*GOOD, "--set", "quality.models=lm"], ["'lm'"]),
     "missing cutoffs": ([*GOOD, "--set", "quality.cutoffs=c.csv"], ["'c.csv'", "'run'"]),
     "missing index": ([*GOOD, "--set", "dedup.index_in=idx"], ["'idx'", "index.json"]),
