@@ -108,11 +108,13 @@ def mapped(url: str | os.PathLike[str]) -> Iterator[memoryview]:
 
 
 @contextlib.contextmanager
-def atomic_path(url: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_path(url: str | os.PathLike[str], *, durable: bool = True) -> Iterator[Path]:
     """A local temporary path that becomes the file `url` when the block ends without an error.
 
     Local: fsync, then a rename beside the target. Remote: one PUT of the finished file.
     After an error nothing stands under the final name and the temporary file is gone.
+    durable=False leaves out the fsync: for intermediate files, which are checked when read, so
+    that one cut by a power failure is only made again.
     """
     with contextlib.ExitStack() as stack:
         if is_local(url):
@@ -126,8 +128,9 @@ def atomic_path(url: str | os.PathLike[str]) -> Iterator[Path]:
         try:
             yield temporary
             if is_local(url):
-                with temporary.open("rb") as file:
-                    os.fsync(file.fileno())
+                if durable:
+                    with temporary.open("rb") as file:
+                        os.fsync(file.fileno())
                 temporary.replace(target)
             else:
                 system, remote = filesystem(url)
@@ -137,9 +140,9 @@ def atomic_path(url: str | os.PathLike[str]) -> Iterator[Path]:
                 temporary.unlink()
 
 
-def write_atomic(url: str | os.PathLike[str], data: bytes | str) -> None:
-    """Write `data` (text as UTF-8) to `url`, all of it or nothing."""
-    with atomic_path(url) as temporary:
+def write_atomic(url: str | os.PathLike[str], data: bytes | str, *, durable: bool = True) -> None:
+    """Write `data` (text as UTF-8) to `url`, all of it or nothing; `durable`: see `atomic_path`."""
+    with atomic_path(url, durable=durable) as temporary:
         temporary.write_bytes(data.encode() if isinstance(data, str) else data)
 
 
@@ -174,7 +177,7 @@ def sha256_file(url: str | os.PathLike[str]) -> str:
 
 
 def _digest_file(url: str | os.PathLike[str], digest: Any) -> Any:
-    with fsspec.open(os.fspath(url), "rb", compression=None) as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
+    with mapped(url) as data:
+        for start in range(0, len(data), _BLOCK_BYTES):
+            digest.update(data[start : start + _BLOCK_BYTES])
     return digest.hexdigest()

@@ -82,11 +82,18 @@ def open_arrays(url: str | PathLike[str]) -> Iterator[ArrayFile]:
 
 
 def write_arrays(
-    url: str | PathLike[str], arrays: dict[str, np.ndarray], header: dict[str, Any]
+    url: str | PathLike[str],
+    arrays: dict[str, np.ndarray],
+    header: dict[str, Any],
+    *,
+    durable: bool = True,
 ) -> None:
-    """Write one-dimensional `arrays` and a JSON `header` to `url`, all of it or nothing."""
+    """Write one-dimensional `arrays` and a JSON `header` to `url`, all of it or nothing.
+
+    durable: see `models.files.atomic_path`.
+    """
     entries: dict[str, Any] = {}
-    with files.atomic_path(url) as temporary, temporary.open("wb") as file:
+    with files.atomic_path(url, durable=durable) as temporary, temporary.open("wb") as file:
         for name, array in arrays.items():
             file.write(b"\0" * (-file.tell() % _ALIGNMENT))
             data = memoryview(array.tobytes())

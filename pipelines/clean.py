@@ -63,7 +63,7 @@ DROPS_SCHEMA = pa.schema(
         ("chars", pa.int32()),
     ]
 )
-_ROW_GROUP_PAGES = 256
+_ROW_GROUP_PAGES = 1024
 _EMPTY_KEY = np.uint64(957_977_401_221_134_810)  # SHA-1 of "", its first 8 bytes
 
 Report = dict[str, Any]
@@ -85,7 +85,7 @@ def clean_file(plan: Plan, unit: InputFile, keys_path: str, bits: np.ndarray) ->
                 raise Fault(f"input '{unit.name}' changed during the run: start again")
             report = _Cleaner(plan, unit, keys, bits).run(data, base)
         report["input"] = {"bytes": unit.bytes, "xxh3": identity}
-        files.write_atomic(f"{base}.json", json.dumps(report, sort_keys=True))
+        files.write_atomic(f"{base}.json", json.dumps(report, sort_keys=True), durable=False)
     return report | {"path": f"{base}.parquet", "drops_path": f"{base}.drops.parquet"}
 
 
@@ -162,7 +162,7 @@ class _Cleaner:
         row_groups = self._stage(table, f"{base}.parquet")
         drops_xxh3 = ""
         if self.recipe.output.drops:
-            with files.atomic_path(f"{base}.drops.parquet") as temporary:
+            with files.atomic_path(f"{base}.drops.parquet", durable=False) as temporary:
                 pq.write_table(pa.Table.from_pylist(self.drops, DROPS_SCHEMA), temporary)
             drops_xxh3 = files.xxh3_file(f"{base}.drops.parquet")
         counts = reader.counts
@@ -321,7 +321,7 @@ class _Cleaner:
         """Write `table`, sorted by language, scored; gives what each row group holds."""
         row_groups: list[Report] = []
         with (
-            files.atomic_path(path) as temporary,
+            files.atomic_path(path, durable=False) as temporary,
             pq.ParquetWriter(
                 temporary, STAGING_SCHEMA, compression="zstd", compression_level=1,
                 use_dictionary=["host", "language", "warc_file"], write_page_checksum=True,

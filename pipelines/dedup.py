@@ -65,7 +65,7 @@ class FileKeys:
         )
 
     def write(self, url: str | PathLike[str], header: dict[str, Any]) -> None:
-        """Write to an array file that `read_range` can slice."""
+        """Write to an intermediate array file that `read_range` can slice."""
         cells = np.arange(MAX_RANGES, dtype=np.uint64) << _RANGE_SHIFT
         arrays = {
             "distinct": self.distinct,
@@ -74,7 +74,7 @@ class FileKeys:
             "offsets": self.offsets,
             "cells": np.append(np.searchsorted(self.distinct, cells), self.distinct.size),
         }
-        write_arrays(url, arrays, header)
+        write_arrays(url, arrays, header, durable=False)
 
     @classmethod
     def read(cls, file: ArrayFile) -> FileKeys:

@@ -195,13 +195,13 @@ def _size(url: str) -> int:
 
 def _names(urls: Sequence[str]) -> list[str]:
     """What tells the inputs apart: each path below the folder that all have in common."""
-    folders = [posixpath.dirname(url.replace(os.sep, "/")) for url in urls]
-    try:
-        common = posixpath.commonpath(folders)
-    except ValueError:  # absolute and relative paths, or different schemes
-        common = ""
-    start = len(common) + 1 if common and common != "/" else len(common)
-    return [url.replace(os.sep, "/")[start:] for url in urls]
+    parts = [url.replace(os.sep, "/").split("/") for url in urls]
+    shared = 0
+    for level in zip(*(path[:-1] for path in parts), strict=False):
+        if len(set(level)) > 1:
+            break
+        shared += 1
+    return ["/".join(path[shared:]) for path in parts]
 
 
 def _model_file(path: str, name: str | None = None) -> ModelFile:

@@ -7,6 +7,7 @@ run is chosen so that a part comes near the target size. Rows stay in crawl orde
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -105,7 +106,7 @@ def regroup(plan: Plan, task: Task) -> list[Output]:
     outputs = _finished(plan, marker)
     if outputs is None:
         outputs = _write_parts(plan, task)
-        files.write_atomic(marker, json.dumps(outputs, sort_keys=True))
+        files.write_atomic(marker, json.dumps(outputs, sort_keys=True), durable=False)
     return outputs
 
 
@@ -205,15 +206,26 @@ def _write_parts(plan: Plan, task: Task) -> list[Output]:
 def _rows(task: Task) -> Iterable[pa.Table]:
     """The task's rows, one staging row group at a time, in crawl order."""
     for source in task["sources"]:
+        metadata = _metadata(source["path"], source["xxh3"])
         # pre_buffer=False: with it, pyarrow 25 now and then aborts at process exit
         with (
             files.mapped(source["path"]) as data,
             pq.ParquetFile(
-                pa.BufferReader(data), pre_buffer=False, page_checksum_verification=True
+                pa.BufferReader(data),
+                metadata=metadata,
+                pre_buffer=False,
+                page_checksum_verification=True,
             ) as staged,
         ):
             for group in source["groups"]:
                 yield staged.read_row_group(group, use_threads=False)
+
+
+@functools.lru_cache(maxsize=64)
+def _metadata(path: str, xxh3: str) -> pq.FileMetaData:
+    """The footer of a staging file, which every language in it asks for."""
+    with files.mapped(path) as data:
+        return pq.read_metadata(pa.BufferReader(data))
 
 
 def _with_bucket(rows: pa.Table, bucket: str) -> pa.Table:

@@ -35,7 +35,7 @@ def timed(plan: Plan, name: str, number: int) -> Iterator[None]:
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT_BYTES,
     }
     path = files.join(_folder(plan), f"{name}-{number:06d}.json")
-    files.write_atomic(path, json.dumps(figures))
+    files.write_atomic(path, json.dumps(figures), durable=False)
 
 
 def clear(plan: Plan) -> None:

@@ -26,7 +26,7 @@ from fastwarc.warc import ArchiveIterator, WarcRecordType
 
 from models.errors import UserError
 from models.languages import check_codes
-from models.lm_text import normalise_page_for_lm
+from models.lm_text import LmProfile, normalise_page_for_lm
 from models.ngram import MODEL_SUFFIX, TOKENIZER_SUFFIX
 from models.ngram_training import train_ngram
 from models.tokenizer import load_tokenizer, train_sentencepiece
@@ -115,9 +115,9 @@ def measure_kernels(recipe: MineRecipe, mined: Path) -> tuple[int, dict[str, flo
     """Uncompressed bytes of the input, and CPU seconds of each kernel on what mining gives it."""
     seconds: dict[str, float] = {}
 
-    def timed(name: str, work: Callable[[], Any]) -> Any:
+    def timed(name: str, work: Callable[..., Any], *arguments: Any) -> Any:
         begin = time.process_time()
-        result = work()
+        result = work(*arguments)
         seconds[name] = seconds.get(name, 0.0) + time.process_time() - begin
         return result
 
@@ -131,10 +131,7 @@ def measure_kernels(recipe: MineRecipe, mined: Path) -> tuple[int, dict[str, flo
         texts = [page.text for page in pages if not page.dropped]
         for first, last in _batches(texts):
             batch = texts[first:last]
-            timed(
-                "normalise + SHA-1",
-                lambda batch=batch: paragraph_hashes(batch, recipe.paragraphs.profile),
-            )
+            timed("normalise + SHA-1", paragraph_hashes, batch, recipe.paragraphs.profile)
     # What language identification and scoring see: the text after dedup.
     tables = [
         pq.ParquetFile(mined / path, pre_buffer=False).read()
@@ -154,21 +151,29 @@ def measure_kernels(recipe: MineRecipe, mined: Path) -> tuple[int, dict[str, flo
             continue
         tokenizer = load_tokenizer(pair.tokenizer.path)
         ngram = kenlm.Model(pair.ngram.path)
-        clean = timed(
-            "LM normalise",
-            lambda t=mine_texts: [normalise_page_for_lm(x, recipe.quality.profile) for x in t],
-        )
+        clean = timed("LM normalise", _normalise, mine_texts, recipe.quality.profile)
         paragraphs = [line for text in clean for line in text.split("\n") if line]
-        pieces = timed(
-            "SentencePiece",
-            lambda p=paragraphs, s=tokenizer: s.encode(p, out_type=str, num_threads=1),
-        )
-        joined = [" ".join(line) for line in pieces]
-        timed("KenLM", lambda j=joined, n=ngram: [n.score(line) for line in j])
-    timed("Parquet (zstd-3)", lambda: pq.write_table(
-        kept, mined.parent / "kernel.parquet", compression="zstd", compression_level=3
-    ))  # fmt: skip
+        pieces = timed("SentencePiece", _encode, tokenizer, paragraphs)
+        timed("KenLM", _score, ngram, [" ".join(line) for line in pieces])
+    timed("Parquet (zstd-3)", _write_parquet, kept, mined.parent / "kernel.parquet")
     return wet_bytes, seconds
+
+
+def _normalise(texts: list[str], profile: LmProfile) -> list[str]:
+    return [normalise_page_for_lm(text, profile) for text in texts]
+
+
+def _encode(tokenizer: Any, paragraphs: list[str]) -> list[list[str]]:
+    encoded: list[list[str]] = tokenizer.encode(paragraphs, out_type=str, num_threads=1)
+    return encoded
+
+
+def _score(ngram: Any, lines: list[str]) -> float:
+    return float(sum(ngram.score(line) for line in lines))
+
+
+def _write_parquet(table: pa.Table, path: Path) -> None:
+    pq.write_table(table, path, compression="zstd", compression_level=3)
 
 
 def _fastwarc_bytes(path: str) -> int:

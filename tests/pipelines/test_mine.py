@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 from collections import Counter
@@ -20,7 +21,7 @@ from pipelines.paragraphs import normalise
 from pipelines.recipe import load_recipe
 from pipelines.run import mine
 from scripts.inspection import verify_manifest
-from tests.wet_files import Doc, member_bounds, naive_records, write_wet
+from tests.pipelines.wet_files import Page, member_bounds, naive, write_wet
 
 NO_LANGUAGE_FILTER = "language.threshold=0"
 
@@ -56,7 +57,8 @@ def rows_of(manifest: Manifest, folder: Path) -> list[dict[str, Any]]:
 
 def naive_pages(path: Path, profile: str) -> Iterator[tuple[str, list[str]]]:
     """(url, lines) of each page that enters."""
-    for url, body in naive_records(path):
+    for page in naive(gzip.decompress(path.read_bytes())):
+        url, body = page.url, page.body
         text = body.decode("utf-8", "replace").replace("\r\n", "\n").replace("\r", "\n")
         lines = [line.strip() for line in text.split("\n")]
         if profile == "ccnet":
@@ -195,7 +197,11 @@ def test_rows_stand_in_crawl_order_and_lead_back_to_the_wet_file(
     reference: tuple[Path, Manifest], small: list[Path]
 ) -> None:
     folder, manifest = reference
-    bodies = {(path.name, url): body for path in small for url, body in naive_records(path)}
+    bodies = {
+        (path.name, page.url): page.body
+        for path in small
+        for page in naive(gzip.decompress(path.read_bytes()))
+    }
     for output in manifest.outputs:
         rows = pq.ParquetFile(folder / output.path, pre_buffer=False).read().to_pylist()
         places = [(row["warc_file"], row["warc_offset"]) for row in rows]
@@ -285,7 +291,7 @@ def test_a_second_equal_crawl_loses_everything_a_disjoint_one_nothing(
     other = write_wet(
         tmp_path / "other.warc.wet.gz",
         [
-            Doc(f"http://x.example/{i}", "\n".join(f"{w} {word(i)}" for w in WORDS))
+            Page(f"http://x.example/{i}", "\n".join(f"{w} {word(i)}" for w in WORDS).encode())
             for i in range(9)
         ],
     )
@@ -324,7 +330,7 @@ def word(number: int) -> str:
 
 def test_damage_in_mid_shard_costs_one_record(data_dir: Path, tmp_path: Path) -> None:
     shard = sorted((data_dir / "wet_docs").glob("*.warc.wet.gz"))[0]
-    bounds = member_bounds(shard)
+    bounds = member_bounds(shard.read_bytes())
     start, stop = bounds[3000]
     data = bytearray(shard.read_bytes())
     for at in range(start + 40, start + 60):
@@ -398,7 +404,7 @@ def test_inputs_and_outputs_by_url(small: list[Path], tmp_path: Path) -> None:
 
 def test_nothing_kept_is_normal(tmp_path: Path) -> None:
     empty = write_wet(tmp_path / "empty.warc.wet.gz", [])
-    short = write_wet(tmp_path / "short.warc.wet.gz", [Doc("http://a.example/", "too short")])
+    short = write_wet(tmp_path / "short.warc.wet.gz", [Page("http://a.example/", b"too short")])
     for workers in (1, 2):
         manifest = run([empty, short], tmp_path / f"out{workers}", f"run.workers={workers}")
         assert manifest.counts.pages.model_dump() == {

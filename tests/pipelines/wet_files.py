@@ -6,7 +6,10 @@ import base64
 import gzip
 import hashlib
 import re
+import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import zstandard
 
@@ -69,6 +72,25 @@ def gzip_members(records: list[bytes]) -> list[bytes]:
 
 def zstd_frames(records: list[bytes]) -> list[bytes]:
     return [zstandard.ZstdCompressor(write_checksum=True).compress(one) for one in records]
+
+
+def write_wet(path: Path, pages: Iterable[Page]) -> Path:
+    """A WET file as Common Crawl writes it: a gzip member for each record."""
+    records = [warcinfo()] + [record(page.body, page.url) for page in pages]
+    path.write_bytes(b"".join(gzip_members(records)))
+    return path
+
+
+def member_bounds(data: bytes) -> list[tuple[int, int]]:
+    """[start, stop) of each gzip member."""
+    bounds, at = [], 0
+    while at < len(data):
+        inflate = zlib.decompressobj(wbits=31)
+        inflate.decompress(data[at:])
+        stop = len(data) - len(inflate.unused_data)
+        bounds.append((at, stop))
+        at = stop
+    return bounds
 
 
 def naive(raw: bytes) -> list[Page]:

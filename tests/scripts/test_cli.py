@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scripts.cli import main
-from tests.wet_files import Doc, write_wet
+from tests.pipelines.wet_files import Page, write_wet
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def place(
     monkeypatch.setenv("GRISTMILL_CACHE", str(tmp_path_factory.mktemp("cache")))
     subjects = ("mill", "river", "bridge", "school", "harbour", "market", "garden", "church")
     text = "\n".join(f"This line of the page tells about the {name}." for name in subjects)
-    write_wet(tmp_path / "good.warc.wet.gz", [Doc("http://a.example/", text)])
+    write_wet(tmp_path / "good.warc.wet.gz", [Page("http://a.example/", text.encode())])
     return tmp_path
 
 

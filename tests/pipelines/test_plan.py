@@ -1,0 +1,62 @@
+"""The plan: names of inputs, shards and groups, ranges."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipelines.plan import _names, _ranges, make_plan, read_plan
+from pipelines.recipe import load_recipe
+from tests.pipelines.wet_files import Page, write_wet
+
+
+@pytest.mark.parametrize(
+    ("urls", "names"),
+    [
+        (["a.gz"], ["a.gz"]),
+        (["x/a.gz", "x/b.gz"], ["a.gz", "b.gz"]),
+        (["x/1/a.gz", "x/2/a.gz"], ["1/a.gz", "2/a.gz"]),
+        (["x/a.gz", "x/2/a.gz"], ["a.gz", "2/a.gz"]),
+        (["/x/a.gz", "y/a.gz"], ["/x/a.gz", "y/a.gz"]),
+        (["gs://b/x/a.gz", "gs://b/y/a.gz"], ["x/a.gz", "y/a.gz"]),
+        (["gs://b/x/a.gz", "s3://b/x/a.gz"], ["gs://b/x/a.gz", "s3://b/x/a.gz"]),
+        (["ab/x.gz", "ac/x.gz"], ["ab/x.gz", "ac/x.gz"]),
+    ],
+)
+def test_names_tell_inputs_apart(urls: list[str], names: list[str]) -> None:
+    assert _names(urls) == names
+
+
+def test_ranges_grow_with_the_input() -> None:
+    assert [_ranges(size) for size in (0, 10**8, 10**9, 10**12)] == [1, 1, 8, 4096]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "groups"),
+    [
+        ([], [0, 0, 0, 0, 0]),
+        (["dedup.scope=shard"], [0, 1, 2, 3, 4]),
+        (["dedup.scope=window", "dedup.window_shards=2"], [0, 0, 1, 1, 2]),
+        (["dedup.scope=shard", "input.num_shards=2"], [0, 0, 1, 1, 1]),
+        (["dedup.scope=window", "input.num_shards=3", "dedup.window_shards=2"], [0, 0, 0, 1, 1]),
+    ],
+)
+def test_dedup_groups(
+    overrides: list[str],
+    groups: list[int],
+    tmp_path: Path,
+    data_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GRISTMILL_DATA", str(data_dir))
+    for number in range(5):
+        write_wet(tmp_path / f"{number}.warc.wet.gz", [Page("http://a.example/", b"text")])
+    recipe = load_recipe(
+        "default",
+        [f"input.paths={tmp_path}/*.gz", f"output.directory={tmp_path}/out", *overrides],
+    )
+    plan = make_plan(recipe)
+    assert [file.group for file in plan.inputs] == groups
+    assert [file.name for file in plan.inputs] == [f"{n}.warc.wet.gz" for n in range(5)]
+    assert read_plan(plan.write()) == plan
