@@ -84,7 +84,7 @@ def clean_file(plan: Plan, unit: InputFile, keys_path: str, bits: np.ndarray) ->
             if identity != hashed_identity:
                 raise Fault(f"input '{unit.name}' changed during the run: start again")
             report = _Cleaner(plan, unit, keys, bits).run(data, base)
-        report["input"] = {"bytes": unit.bytes, "xxh3": identity}
+            report["input"] = {"bytes": len(data), "xxh3": identity}
         files.write_atomic(f"{base}.json", json.dumps(report, sort_keys=True), durable=False)
     return report | {"path": f"{base}.parquet", "drops_path": f"{base}.drops.parquet"}
 
@@ -194,16 +194,15 @@ class _Cleaner:
         for record in reader:
             page = read_page(record, self.recipe.pages)
             if page.dropped:
-                paragraphs = page.text.count("\n") + 1
-                self.read_paragraphs += paragraphs
-                self._drop(page, page.dropped, paragraphs=paragraphs, chars=len(page.text))
+                self.read_paragraphs += len(page.lines)
+                self._drop(page, page.dropped, paragraphs=len(page.lines), chars=page.chars)
             else:
                 yield page
 
     def _clean_batch(self, batch: list[Page]) -> None:
         kept_pages, texts, line_ids, sizes = [], [], [], []
         for page in batch:
-            lines = page.text.split("\n")
+            lines = page.lines
             start, stop = self.offsets[self.next_page : self.next_page + 2]
             if stop - start != len(lines):
                 raise Fault(f"'{self.unit.name}' has other paragraphs than its key file")
@@ -224,7 +223,7 @@ class _Cleaner:
             elif len(text) < self.recipe.pages.min_chars_after:
                 self._drop(page, "too_short_after_dedup", paragraphs=ids.size, chars=len(text))
             else:
-                kept_pages.append((page, len(lines)))
+                kept_pages.append(page)
                 texts.append(text)
                 line_ids.append(ids)
                 sizes.append(ids.size)
@@ -233,7 +232,7 @@ class _Cleaner:
         languages, scores = self.identifier.identify(texts)
         rows = []
         passing = passes(scores, self.recipe.language.threshold).tolist()
-        for i, (page, _) in enumerate(kept_pages):
+        for i, page in enumerate(kept_pages):
             reason = self._language_fault(languages[i], passing[i])
             if reason == "language_below_threshold" and self.recipe.language.keep_undetermined:
                 languages[i], reason = UNDETERMINED, ""
@@ -287,13 +286,13 @@ class _Cleaner:
 
     def _rows(
         self,
-        pages: list[tuple[Page, int]],
+        pages: list[Page],
         texts: list[str],
         line_ids: list[np.ndarray],
         languages: list[str],
         scores: list[float],
     ) -> pa.Table:
-        records = [page.record for page, _ in pages]
+        records = [page.record for page in pages]
         starts = np.cumsum([0, *(ids.size for ids in line_ids)])
         flat = np.concatenate([np.empty(0, np.int64), *line_ids]).astype(np.int32)
         count = len(pages)
@@ -308,10 +307,10 @@ class _Cleaner:
             "language": languages,
             "language_score": scores,
             "perplexity": pa.nulls(count, pa.float64()),
-            "title": [page.title for page, _ in pages],
+            "title": [page.title for page in pages],
             "text": texts,
             "line_ids": pa.ListArray.from_arrays(pa.array(starts, pa.int32()), pa.array(flat)),
-            "original_lines": [lines for _, lines in pages],
+            "original_lines": [len(page.lines) for page in pages],
             "original_bytes": [len(record.body) for record in records],
             "chars": [len(text) for text in texts],
         }

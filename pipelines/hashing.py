@@ -40,7 +40,7 @@ def hash_file(plan: Plan, unit: InputFile) -> str:
             pages = (read_page(record, plan.recipe.pages) for record in WetReader(data))
             for batch in batches(page for page in pages if not page.dropped):
                 keys = paragraph_hashes(
-                    [page.text for page in batch], plan.recipe.paragraphs.profile
+                    ["\n".join(page.lines) for page in batch], plan.recipe.paragraphs.profile
                 )
                 hashes.append(keys.hashes)
                 offsets.append(keys.offsets[1:] + offsets[-1][-1])
@@ -61,7 +61,7 @@ def batches(pages: Iterable[Page]) -> Iterator[list[Page]]:
     batch: list[Page] = []
     for page in pages:
         batch.append(page)
-        size += len(page.text)
+        size += page.chars
         if size >= BATCH_CHARS:
             yield batch
             batch, size = [], 0

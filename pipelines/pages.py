@@ -14,20 +14,22 @@ from pipelines.wet import Record
 
 _CONTROLS = bytes(c for c in [*range(0x20), 0x7F] if c not in b"\t\n\r")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_RECORD_END = b"\r\n\r\n"
+_RECORD_END = "\r\n\r\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
     """A page before dedup.
 
-    text: its paragraphs (lines without outer white space) joined by line feeds, the title among
-    them except in profile "ccnet". dropped: why the page does not enter, or "".
+    lines: its paragraphs, without outer white space; the title is among them except in profile
+    "ccnet". chars: code points of the lines joined by line feeds. dropped: why the page does not
+    enter, or "".
     """
 
     record: Record
     title: str
-    text: str
+    lines: list[str]
+    chars: int
     dropped: str
 
 
@@ -38,30 +40,30 @@ def read_page(record: Record, config: Pages) -> Page:
     (no text, or fewer than `config.min_chars` code points, as CCNet before dedup).
     """
     body = record.body
+    text = body.decode("utf-8", "replace")
     if config.profile == "ccnet":
-        lines = _ccnet_lines(body)
-        title, lines = lines[0], lines[1:]
+        title, *lines = _ccnet_lines(text)
     else:
-        lines = page_lines(body.decode("utf-8", "replace"))
+        lines = page_lines(text)
         while lines and not lines[-1]:
             lines.pop()
         title = lines[0] if lines else ""
-    text = "\n".join(lines)
+    lines = lines or [""]
+    chars = sum(map(len, lines)) + len(lines) - 1
     dropped = ""
     if not record.url:
         dropped = "missing_url"
-    elif _unreadable(body, text) > config.max_unreadable * len(text):
+    elif _unreadable(body, text) > config.max_unreadable * chars:
         dropped = "not_text"
-    elif len(text) < max(config.min_chars, 1):
+    elif chars < max(config.min_chars, 1):
         dropped = "too_short"
-    return Page(record, title, text, dropped)
+    return Page(record, title, lines, chars, dropped)
 
 
-def _ccnet_lines(body: bytes) -> list[str]:
+def _ccnet_lines(text: str) -> list[str]:
     """Lines as CCNet's reader sees them: with the record's end, less two blank last lines."""
-    lines = page_lines((body + _RECORD_END).decode("utf-8", "replace"))
-    if lines and not lines[-1]:
-        lines.pop()  # behind the final line break there is no line
+    lines = page_lines(text + _RECORD_END)
+    lines.pop()  # behind the final line break there is no line
     if len(lines) >= 2 and not lines[-1] and not lines[-2]:
         del lines[-2:]
     return lines or [""]

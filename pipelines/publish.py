@@ -110,10 +110,11 @@ def _manifest(
 
 def _input(plan: Plan, report: Report) -> InputEntry:
     file = plan.inputs[report["unit"]]
+    known = {"bytes": file.bytes, "xxh3": ""} if report["failed"] else report["input"]
     return InputEntry(
         name=file.name,
-        bytes=file.bytes,
-        xxh3="" if report["failed"] else report["input"]["xxh3"],
+        bytes=known["bytes"],
+        xxh3=known["xxh3"],
         shard=file.shard,
         failed=report["failed"],
     )

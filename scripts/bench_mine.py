@@ -128,7 +128,7 @@ def measure_kernels(recipe: MineRecipe, mined: Path) -> tuple[int, dict[str, flo
     for path in paths:
         data = memoryview(Path(path).read_bytes())
         pages = [read_page(record, recipe.pages) for record in WetReader(data)]
-        texts = [page.text for page in pages if not page.dropped]
+        texts = ["\n".join(page.lines) for page in pages if not page.dropped]
         for first, last in _batches(texts):
             batch = texts[first:last]
             timed("normalise + SHA-1", paragraph_hashes, batch, recipe.paragraphs.profile)

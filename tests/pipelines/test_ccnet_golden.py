@@ -66,10 +66,10 @@ def test_wet_parse(golden: dict[str, Any]) -> None:
         if "wet_latin1" in case:
             assert case["docs"].startswith("raises"), "CCNet loses the whole shard"
             pages = read(case["wet_latin1"].encode("latin-1"), config)
-            died[case["case"]] = [(page.title, page.text) for page in pages]
+            died[case["case"]] = [(page.title, "\n".join(page.lines)) for page in pages]
             continue
         pages = read(case["wet_utf8"].encode(), config)
-        got = [(page.record.url, page.title, page.text) for page in pages]
+        got = [(page.record.url, page.title, "\n".join(page.lines)) for page in pages]
         if case["case"] in DIFFERENCES:
             seen.add(case["case"])
             theirs = [(d["url"], d["title"], d["raw_content"]) for d in case["docs"]]
@@ -79,7 +79,7 @@ def test_wet_parse(golden: dict[str, Any]) -> None:
             continue
         assert got == [(d["url"], d["title"], d["raw_content"]) for d in case["docs"]], case["case"]
         for page, doc in zip(pages, case["docs"], strict=True):
-            lines = page.text.count("\n") + 1
+            lines = len(page.lines)
             assert (page.record.date, page.record.digest, len(page.record.body), lines) == (
                 doc["date_download"], doc["digest"], doc["length"], doc["nlines"],
             ), case["case"]  # fmt: skip
