@@ -6,6 +6,7 @@ and normalise paragraphs. One that stands there undamaged is finished work.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator
 
@@ -30,24 +31,24 @@ def hash_file(plan: Plan, unit: InputFile) -> str:
 
     Raises DamagedInput (`unreadable`) when the WET file cannot be opened at all.
     """
-    try:
-        with files.mapped(unit.url) as data:
-            identity = files.xxh3_bytes(data)
-            path = _key_path(plan, identity)
-            if _finished(path):
-                return path
-            hashes, offsets = [], [np.zeros(1, np.int64)]
-            pages = (read_page(record, plan.recipe.pages) for record in WetReader(data))
-            for batch in batches(page for page in pages if not page.dropped):
-                keys = paragraph_hashes(
-                    ["\n".join(page.lines) for page in batch], plan.recipe.paragraphs.profile
-                )
-                hashes.append(keys.hashes)
-                offsets.append(keys.offsets[1:] + offsets[-1][-1])
-    except (OSError, ImportError, ValueError) as error:
-        # Without paths of this machine: the reason stands in the manifest.
-        detail = getattr(error, "strerror", None) or type(error).__name__
-        raise DamagedInput("unreadable", detail) from error
+    with contextlib.ExitStack() as stack:
+        try:
+            data = stack.enter_context(files.mapped(unit.url))
+        except Exception as error:  # each file system has errors of its own
+            # Without paths of this machine: the reason stands in the manifest.
+            detail = getattr(error, "strerror", None) or type(error).__name__
+            raise DamagedInput("unreadable", detail) from error
+        identity = files.xxh3_bytes(data)
+        path = _key_path(plan, identity)
+        if _finished(path):
+            return path
+        hashes, offsets = [], [np.zeros(1, np.int64)]
+        pages = (read_page(record, plan.recipe.pages) for record in WetReader(data))
+        for batch in batches(page for page in pages if not page.dropped):
+            texts = ["\n".join(page.lines) for page in batch]
+            keys = paragraph_hashes(texts, plan.recipe.paragraphs.profile)
+            hashes.append(keys.hashes)
+            offsets.append(keys.offsets[1:] + offsets[-1][-1])
     keys_of_file = FileKeys.of(
         np.concatenate([np.empty(0, np.uint64), *hashes]), np.concatenate(offsets)
     )

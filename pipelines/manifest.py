@@ -199,3 +199,7 @@ def by_language(outputs: Sequence[OutputEntry]) -> dict[str, LanguageCounts]:
             buckets=total({output.bucket: output.rows} for output in of_language),
         )
     return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(Manifest.model_json_schema(), indent=1))

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import apache_beam as beam
 import numpy as np
 
-from models.errors import DamagedInput, GristmillError
+from models.errors import DamagedInput, Fault, GristmillError
 from pipelines.arrays import open_arrays
 from pipelines.clean import Report, clean_file
 from pipelines.dedup import Block, judge, read_range
@@ -34,11 +34,15 @@ _REPORTS = 0  # the task number under which the reports travel; real tasks count
 
 
 class Keys(NamedTuple):
-    """Pass 1 -> 2: where the keys of a unit are, or why the unit could not be read."""
+    """Pass 1 -> 2: where the keys of a unit are, or why there are none.
+
+    failed: the unit could not be read, the run goes on without it. fault: the run cannot go on.
+    """
 
     unit: int
-    path: str
-    failed: str
+    path: str = ""
+    failed: str = ""
+    fault: str = ""
 
 
 class Answer(NamedTuple):
@@ -94,9 +98,11 @@ def _hash(unit: int, plan_path: str) -> Iterator[tuple[tuple[int, int], Keys]]:
     file = plan.inputs[unit]
     try:
         with timed(plan, "hash", unit):
-            keys = Keys(unit, hash_file(plan, file), "")
+            keys = Keys(unit, hash_file(plan, file))
     except DamagedInput as error:
-        keys = Keys(unit, "", str(error))
+        keys = Keys(unit, failed=str(error))
+    except OSError as error:
+        keys = Keys(unit, fault=f"keys of '{file.name}': {error}")
     for part in range(plan.ranges):
         yield (file.group, part), keys
 
@@ -106,10 +112,13 @@ def _judge(
 ) -> Iterator[tuple[int, Answer]]:
     (group, part), values = element
     units = sorted(values)  # crawl order; a shuffle has none
+    faults = [keys.fault for keys in units if keys.fault]
     try:
+        if faults:
+            raise Fault(faults[0])
         with timed(read_plan(plan_path), "judge", group * read_plan(plan_path).ranges + part):
             answers = _judge_range(units, part, plan_path)
-    except (DamagedInput, OSError) as error:
+    except (GristmillError, OSError) as error:
         answers = [Answer(part, keys, fault=str(error)) for keys in units]
     for answer in answers:
         yield answer.keys.unit, answer

@@ -163,7 +163,9 @@ class Run(_Section):
     """How the work is done: nothing here changes an output byte."""
 
     workers: int = Field(1, ge=1, description="local processes")
-    staging: str | None = Field(None, description="folder for intermediate files")
+    staging: str | None = Field(
+        None, description="folder for intermediate files; none: below the output"
+    )
     keep_staging: bool = Field(False, description="leave the intermediate files")
 
 
@@ -195,8 +197,11 @@ class MineRecipe(_Section):
         return files.xxh3_bytes(json.dumps(recipe, sort_keys=True).encode())
 
     def staging_directory(self) -> str:
-        """Where the intermediate files go."""
-        return self.run.staging or files.join(self.output.directory, ".staging")
+        """Where the intermediate files go: a folder of this output's own, removed at the end."""
+        if self.run.staging is None:
+            return files.join(self.output.directory, ".staging")
+        own = files.xxh3_bytes(self.output.directory.encode())[:16]
+        return files.join(self.run.staging, f"gristmill-{own}")
 
 
 def shipped_recipes() -> list[str]:

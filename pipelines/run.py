@@ -45,11 +45,18 @@ def mine(
         done = _check_free(plan)
         if done is not None:
             return done
+    # Imported here, behind a handler of ours: Beam's import logs warnings of no concern.
+    if not logging.getLogger().handlers:
+        logging.getLogger().addHandler(logging.NullHandler())
+    from pipelines.mine import build  # noqa: PLC0415
+
+    pipeline = _pipeline(recipe.run.workers, beam_options)
     with _claimed(plan, restart=restart):
         timings.clear(plan)
+        files.remove_tree(files.join(plan.staging, FAULTS_FILE))
         plan_path = plan.write()
-        with _progress(plan):
-            _run_beam(plan, plan_path, beam_options)
+        with _progress(plan), pipeline:
+            build(pipeline, plan_path)
         _raise_faults(plan)
         manifest = read_manifest(recipe.output.directory)
         _sweep(plan)
@@ -148,16 +155,6 @@ def _throw_away(plan: Plan) -> None:
         files.remove_tree(files.join(plan.staging, name))
 
 
-def _run_beam(plan: Plan, plan_path: str, beam_options: Sequence[str]) -> None:
-    files.remove_tree(files.join(plan.staging, FAULTS_FILE))
-    # Imported here, behind a handler of ours: Beam's import logs warnings of no concern.
-    logging.getLogger().addHandler(logging.NullHandler())
-    from pipelines.mine import build  # noqa: PLC0415
-
-    with _pipeline(plan.recipe.run.workers, beam_options) as pipeline:
-        build(pipeline, plan_path)
-
-
 def _pipeline(workers: int, beam_options: Sequence[str]) -> Any:
     import apache_beam as beam  # noqa: PLC0415
     from apache_beam.options.pipeline_options import PipelineOptions  # noqa: PLC0415
@@ -173,6 +170,14 @@ def _pipeline(workers: int, beam_options: Sequence[str]) -> Any:
         command = f"exec {shlex.quote(sys.executable)} -m pipelines.worker {os.getpid()}"
         environment = SubprocessSDKEnvironment.from_command_string(command)
     options = PipelineOptions([*beam_options, f"--direct_num_workers={workers}"])
+    unknown = set(options.get_all_options(retain_unknown_options=True)) - set(
+        options.get_all_options()
+    )
+    if unknown:
+        raise UserError(
+            f"'--{min(unknown)}' is no option of Beam's local runner: leave it out, or name "
+            "another runner with --runner"
+        )
     return beam.Pipeline(runner=FnApiRunner(default_environment=environment), options=options)
 
 

@@ -422,3 +422,17 @@ def test_an_unreadable_file_is_named_and_the_rest_kept(small: list[Path], tmp_pa
     both = run([folder / "good.warc.wet.gz", folder / "gone.warc.wet.gz"], tmp_path / "b")
     assert both.counts == good.counts
     assert [entry.failed for entry in both.inputs] == ["", "unreadable: Is a directory"]
+
+
+def test_a_staging_folder_of_the_users_keeps_what_is_in_it(
+    small: list[Path], tmp_path: Path
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    (scratch / "precious").write_text("mine")
+    run(small[:1], tmp_path / "out", f"run.staging={scratch}")
+    assert [path.name for path in scratch.iterdir()] == ["precious"]
+    run(small[:1], tmp_path / "kept", f"run.staging={scratch}", "run.keep_staging=true")
+    (own,) = (path for path in scratch.iterdir() if path.is_dir())
+    assert {"keys", "pages", "parts", "timings"} <= {path.name for path in own.iterdir()}
+    same_files(tmp_path / "out", tmp_path / "kept")

@@ -67,6 +67,7 @@ MISTAKES = {
         ["mine", "default", "--input", "good.warc.wet.gz", "--output", "good.warc.wet.gz/out"],
         ["'good.warc.wet.gz/out'", "--output"],
     ),
+    "unknown Beam option": ([*GOOD, "--", "--direct_foo=3"], ["'--direct_foo'", "--runner"]),
     "nothing to inspect": (["inspect", "nowhere"], ["'nowhere'"]),
     "no manifest": (["inspect", "."], ["'.'", "manifest.json"]),
     "list of WET files missing": (["crawl", "no.paths"], ["'no.paths'"]),
