@@ -107,13 +107,10 @@ def _score_lines(
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
     """Log10 probability and tokens of each line; 0 and 0 for a line without pieces."""
     encoded = tokenizer.encode(lines, out_type=str, num_threads=1)
-    scores = np.zeros(len(lines), dtype=np.float64)
-    counts = np.zeros(len(lines), dtype=np.int64)
-    for index, pieces in enumerate(encoded):
-        if pieces:
-            scores[index] = model.score(" ".join(pieces))
-            counts[index] = len(pieces) + 1
-    return scores, counts
+    score = model.score
+    scores = [score(" ".join(pieces)) if pieces else 0.0 for pieces in encoded]
+    counts = [len(pieces) + 1 if pieces else 0 for pieces in encoded]
+    return np.array(scores, np.float64), np.array(counts, np.int64)
 
 
 @dataclass(frozen=True, slots=True)

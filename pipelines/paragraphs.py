@@ -66,12 +66,14 @@ class PageParagraphs(NamedTuple):
 
 def split_lines(text: str) -> list[str]:
     r"""Split at universal newlines (\n, \r\n, \r) and at nothing else; "" is one line."""
-    return text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    if "\r" in text:
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+    return text.split("\n")
 
 
 def page_lines(body_text: str) -> list[str]:
     """The lines of a page, each stripped of white space; a blank line is ""."""
-    return [line.strip() for line in split_lines(body_text)]
+    return list(map(str.strip, split_lines(body_text)))
 
 
 def normalise(line: str, profile: Profile) -> str:

@@ -1,6 +1,6 @@
 """What mining costs beside the bare kernels it is made of, in one run on the same text.
 
-    python -m scripts.bench_mine [--input 'DIR/*.warc.wet.gz'] [--rounds 2]
+    python -m scripts.bench_mine [--input 'DIR/*.warc.wet.gz'] [--rounds 5]
 
 Prints CPU seconds for each GB (1e9 bytes) of uncompressed WET, by pass and by kernel, and their
 ratio; peak memory by pass. One worker, everything in one process; each figure is the best of the
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--input", default="../shared/data/wet_docs/*.warc.wet.gz")
     parser.add_argument("--wiki", default="../shared/data/wiki", help="prose for language models")
     parser.add_argument("--work", default="out/bench", help="folder for models and results")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
     parsed = parser.parse_args(arguments)
     work = Path(parsed.work)
     train_models(Path(parsed.wiki), work / "models")
