@@ -167,7 +167,9 @@ def _pipeline(workers: int, beam_options: Sequence[str]) -> Any:
     # By name: the default DirectRunner first tries to download another runner.
     environment = None
     if workers > 1:
-        command = f"exec {shlex.quote(sys.executable)} -m pipelines.worker {os.getpid()}"
+        # Ctrl+C is for this process: the workers leave with it (pipelines/worker.py).
+        python = shlex.quote(sys.executable)
+        command = f"trap '' INT; exec {python} -m pipelines.worker {os.getpid()}"
         environment = SubprocessSDKEnvironment.from_command_string(command)
     options = PipelineOptions([*beam_options, f"--direct_num_workers={workers}"])
     unknown = set(options.get_all_options(retain_unknown_options=True)) - set(

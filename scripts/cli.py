@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from models.errors import Fault, UserError
 
 EXIT_FAULT = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+_STOPPED = "gristmill: stopped; run the same command again to go on"
 
 
 def mine(arguments: argparse.Namespace) -> int:
@@ -47,7 +51,8 @@ def mine(arguments: argparse.Namespace) -> int:
             f"{plan.ranges:,} ranges; language models: {', '.join(plan.language_models) or 'none'}"
         )
         return 0
-    manifest = run_mine(recipe, arguments.beam, restart=arguments.restart)
+    with _stopped_by_ctrl_c():
+        manifest = run_mine(recipe, arguments.beam, restart=arguments.restart)
     print(manifest.to_json() if arguments.json else funnel(manifest))
     for entry in manifest.inputs:
         if entry.failed:
@@ -103,7 +108,24 @@ def demo(arguments: argparse.Namespace) -> int:
     """
     from scripts.demo import demo as run_demo
 
-    return run_demo(arguments.directory, workers=arguments.workers or 1)
+    with _stopped_by_ctrl_c():
+        return run_demo(arguments.directory, workers=arguments.workers or 1)
+
+
+@contextlib.contextmanager
+def _stopped_by_ctrl_c() -> Iterator[None]:
+    """Let Ctrl+C end the process at once: a run can go on from any moment, and Beam's own
+    unwinding takes long and prints pages."""
+
+    def stop(number: int, frame: object) -> None:
+        print(f"\n{_STOPPED}", file=sys.stderr, flush=True)
+        os._exit(EXIT_INTERRUPTED)
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -223,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"gristmill: fault: {error}", file=sys.stderr)
         return EXIT_FAULT
     except KeyboardInterrupt:
-        print("gristmill: stopped; run the same command again to go on", file=sys.stderr)
+        print(_STOPPED, file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         return 0

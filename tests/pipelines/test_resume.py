@@ -99,6 +99,30 @@ def test_killed_then_resumed(
     assert contents(tmp_path) == whole
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_ctrl_c_stops_cleanly(
+    workers: int, inputs: str, data_dir: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    process = subprocess.Popen(
+        command(inputs, tmp_path, workers), env=environment(data_dir), cwd=REPOSITORY,
+        start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + _LIMIT_S
+    while files_in(tmp_path) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal sends: to all of them
+    _, stderr = process.communicate(timeout=_LIMIT_S)
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+    assert stderr.rstrip().endswith("gristmill: stopped; run the same command again to go on")
+    while members(process.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    finish(command(inputs, tmp_path, workers), data_dir)
+    assert contents(tmp_path) == whole
+
+
 def test_workers_leave_with_their_parent(inputs: str, data_dir: Path, tmp_path: Path) -> None:
     process = subprocess.Popen(
         command(inputs, tmp_path, 2), env=environment(data_dir), cwd=REPOSITORY,
