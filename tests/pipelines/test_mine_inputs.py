@@ -7,12 +7,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from pipelines.recipe import load_recipe
 from pipelines.run import mine
 from scripts.inspection import verify_manifest
 from tests.pipelines.mining import NO_LANGUAGE_FILTER, rows_of, run
+from tests.pipelines.test_wet_real import EXPECTED
 from tests.pipelines.wet_files import Page, member_bounds, write_wet
 
 
@@ -103,21 +105,29 @@ def test_every_odd_file_goes_through_in_one_run(data_dir: Path, tmp_path: Path) 
         for path in sorted((data_dir / folder).iterdir())
         if path.name != "INDEX.md"
     ]
-    assert len(paths) >= 59
     manifest = run(paths, tmp_path, NO_LANGUAGE_FILTER, "pages.min_chars=1", "output.drops=true")
-    assert len(manifest.inputs) == len(paths)
+    names = {entry.name: entry for entry in manifest.inputs}
+    assert names.keys() == {f"{path.parent.name}/{path.name}" for path in paths}
     assert not any(entry.failed for entry in manifest.inputs)
-    names = {entry.name for entry in manifest.inputs}
-    assert names == {f"{path.parent.name}/{path.name}" for path in paths}
-    sizes = {entry.name: entry.bytes for entry in manifest.inputs}
-    for loss in manifest.losses:
-        assert 0 <= loss.offset < loss.offset + loss.bytes <= sizes[loss.name]
-        assert loss.reason
-    # The real files, by their own index: 15 + 25 + 5 + 1 + 1 + 2 + 0 + 3 records.
-    with_losses = {loss.name.split("/")[0] for loss in manifest.losses}
-    assert with_losses <= {"wet_real", "wet_odd"}
-    real = [row for row in rows_of(manifest, tmp_path) if row["warc_file"].startswith("wet_real/")]
-    assert len(real) >= 15
+    # Each file's records and losses are those found by hand (test_wet_real.py).
+    table = [EXPECTED[path.name] for path in paths]
+    records = manifest.counts.records
+    found = (records.read, records.not_pages, records.lost, records.length_corrected)
+    assert found == tuple(sum(row[column] for row in table) for column in range(4))
+    expected_losses = {
+        (path.name, offset, size, reason)
+        for path in paths
+        for offset, size, reason, _ in EXPECTED[path.name][4]
+    }
+    assert {
+        (loss.name.rpartition("/")[2], loss.offset, loss.bytes, loss.reason)
+        for loss in manifest.losses
+    } == expected_losses
+    # Each page is in exactly one place: written, or in the drop list.
+    assert manifest.drops is not None
+    drops = pq.ParquetFile(tmp_path / manifest.drops.path, pre_buffer=False).read().to_pylist()
+    rows = rows_of(manifest, tmp_path)
+    assert len(rows) + len(drops) == records.read
 
 
 def test_ccnets_figures(data_dir: Path, tmp_path: Path) -> None:
