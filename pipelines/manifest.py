@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from models import files
 from models.errors import UserError
@@ -54,6 +54,13 @@ class OutputEntry(_Model):
     text_bytes: int
     bytes: int
     xxh3: str
+
+    @field_validator("path")
+    @classmethod
+    def _confined(cls, path: str) -> str:
+        if path.startswith("/") or "\\" in path or "://" in path or ".." in path.split("/"):
+            raise ValueError(f"'{path}' leads out of the manifest's folder")
+        return path
 
 
 class LossEntry(_Model):

@@ -77,5 +77,13 @@ def test_reading(tmp_path: Any) -> None:
         read_manifest(str(tmp_path / "nowhere"))
 
 
+@pytest.mark.parametrize("path", ["/etc/x", "a/../../x", "gs://b/x", "a\\b"])
+def test_paths_stay_in_the_folder(path: str, tmp_path: Any) -> None:
+    text = manifest().to_json().replace("pages/x.parquet", path.replace("\\", "\\\\"))
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(UserError, match="leads out of the manifest's folder"):
+        read_manifest(str(tmp_path))
+
+
 def test_totals_leave_out_zeros_and_sort() -> None:
     assert list(total([{"b": 1, "a": 0}, {"b": 2, "c": 3}]).items()) == [("b", 3), ("c", 3)]
