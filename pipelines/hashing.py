@@ -23,7 +23,7 @@ from pipelines.recipe import MineRecipe
 from pipelines.wet import WetReader
 
 BATCH_CHARS = 2_000_000
-"""Text worked on at a time: enough to keep Arrow busy, small beside everything else."""
+"""Text worked on at a time: enough for vectorised work, small beside everything else."""
 
 
 def hash_file(plan: Plan, unit: InputFile) -> str:
