@@ -8,6 +8,7 @@ named by all that they depend on; a report whose file has the right digest is fi
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from itertools import compress
 from typing import Any
@@ -64,6 +65,8 @@ DROPS_SCHEMA = pa.schema(
     ]
 )
 _ROW_GROUP_PAGES = 1024
+# Nearly every address is of this kind; urlsplit takes 50 times as long.
+_USUAL_HOST = re.compile(r"https?://([a-z0-9.-]+)(?::[0-9]+)?(?=[/?#]|$)")
 _EMPTY_KEY = np.uint64(957_977_401_221_134_810)  # SHA-1 of "", its first 8 bytes
 
 Report = dict[str, Any]
@@ -360,6 +363,10 @@ class _Cleaner:
 
 
 def _host(url: str) -> str:
+    """The host of an address, lower case, without user and port; "" when there is none."""
+    usual = _USUAL_HOST.match(url)
+    if usual is not None:
+        return usual[1]
     try:
         return urlsplit(url).hostname or ""
     except ValueError:
