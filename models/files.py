@@ -9,6 +9,7 @@ and renamed, so that no partial file ever stands under a final name. A plain pat
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import mmap
 import os
@@ -21,6 +22,8 @@ from typing import Any
 import fsspec
 import xxhash
 
+from models.errors import UserError
+
 TEMPORARY_SUFFIX = ".gristmill-tmp"
 _BLOCK_BYTES = 1 << 20
 
@@ -32,8 +35,8 @@ def is_local(url: str | os.PathLike[str]) -> bool:
 
 
 def local_path(url: str | os.PathLike[str]) -> Path:
-    """The path of a local `url` (see `is_local`)."""
-    return Path(os.fspath(url).removeprefix("file://"))
+    """The path of a local `url` (see `is_local`), with `~` expanded as fsspec does."""
+    return Path(os.fspath(url).removeprefix("file://")).expanduser()
 
 
 def join(base: str | os.PathLike[str], *parts: str) -> str:
@@ -44,10 +47,19 @@ def join(base: str | os.PathLike[str], *parts: str) -> str:
 def filesystem(url: str | os.PathLike[str]) -> tuple[Any, str]:
     """The fsspec file system of `url`, and the path inside it.
 
-    Raises ImportError or ValueError when no file system is installed for the scheme.
+    Raises UserError when no file system is known or installed for the scheme.
     """
-    system, path = fsspec.core.url_to_fs(os.fspath(url))
+    try:
+        system, path = fsspec.core.url_to_fs(os.fspath(url))
+    except (ImportError, ValueError) as error:
+        raise UserError(f"'{os.fspath(url)}' cannot be opened: {error}") from None
     return system, str(path)
+
+
+def find(folder: str | os.PathLike[str], pattern: str) -> list[str]:
+    """Paths below `folder` that match the glob `pattern`; `folder` itself is taken literally."""
+    system, root = filesystem(folder)
+    return sorted(str(path) for path in system.glob(f"{glob.escape(root)}/{pattern}"))
 
 
 def exists(url: str | os.PathLike[str]) -> bool:
@@ -73,8 +85,20 @@ def read_bytes(url: str | os.PathLike[str]) -> bytes:
     """The whole file at `url`. Raises OSError."""
     if is_local(url):
         return local_path(url).read_bytes()
-    with fsspec.open(os.fspath(url), "rb", compression=None) as file:
-        return bytes(file.read())
+    system, path = filesystem(url)
+    with _as_os_errors():
+        return bytes(system.cat_file(path))
+
+
+@contextlib.contextmanager
+def _as_os_errors() -> Iterator[None]:
+    """What a remote file system raises, as the OSError that it means."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:  # each file system has errors of its own
+        raise OSError(None, f"{type(error).__name__}: {error}") from error
 
 
 @contextlib.contextmanager
@@ -91,7 +115,8 @@ def mapped(url: str | os.PathLike[str]) -> Iterator[memoryview]:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gristmill-"))
             path = Path(folder) / "copy"
             system, remote = filesystem(url)
-            system.get_file(remote, str(path))
+            with _as_os_errors():
+                system.get_file(remote, str(path))
         file = stack.enter_context(path.open("rb"))
         if os.fstat(file.fileno()).st_size == 0:
             yield memoryview(b"")
@@ -134,7 +159,8 @@ def atomic_path(url: str | os.PathLike[str], *, durable: bool = True) -> Iterato
                 temporary.replace(target)
             else:
                 system, remote = filesystem(url)
-                system.put_file(str(temporary), remote)
+                with _as_os_errors():
+                    system.put_file(str(temporary), remote)
         finally:
             with contextlib.suppress(FileNotFoundError):
                 temporary.unlink()

@@ -36,6 +36,7 @@ from models.tokenizer import NORMALIZATION_RULES, load_tokenizer
 MODEL_SUFFIX = ".arpa.bin"
 TOKENIZER_SUFFIX = ".sp.model"
 SIDECAR_SUFFIX = ".lm.json"
+_BINARY_MAGIC = b"mmap lm http://kheafield.com/code"
 DEFAULT_MIN_CHARS: dict[str, int] = {"ccnet": 0, "unicode": 100}
 # Pieces are Python strings, some 20 bytes for each character: so many characters at a time.
 _BATCH_CHARS = 1 << 19
@@ -167,6 +168,15 @@ def find_language_models(
             language, tokenizer, model, sidecar if sidecar.is_file() else None
         )
     return dict(sorted(found.items()))
+
+
+def check_model(path: str | os.PathLike[str]) -> None:
+    """Raise UserError unless the file at `path` begins as KenLM's binary models do."""
+    with local_path(path).open("rb") as file:
+        if file.read(len(_BINARY_MAGIC)) != _BINARY_MAGIC:
+            raise UserError(
+                f"'{os.fspath(path)}' is not a KenLM model in binary form; fetch or train it again"
+            )
 
 
 @functools.lru_cache(maxsize=64)

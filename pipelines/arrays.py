@@ -50,6 +50,11 @@ class ArrayFile:
         """Number of values in the array `name`."""
         return int(self._arrays[name]["size"])
 
+    def verify(self) -> None:
+        """Read all of it. Raises DamagedInput when a block differs from its checksum."""
+        for name in self._arrays:
+            self.read(name)
+
     def read(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Values `start:stop` of the one-dimensional array `name`, as a copy.
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from models import files
 from models.errors import UserError
+from models.languages import check_codes
 
 BUCKETS = ("head", "middle", "tail")
 NO_BUCKET = "all"
@@ -85,7 +86,10 @@ def read_cutoffs(url: str, percentiles: tuple[int, int]) -> dict[str, tuple[floa
             f"quality.cutoffs = '{url}' cannot be read ({error}): "
             "give a file like CCNet's cutoff.csv, or 'run' for this run's own percentiles"
         ) from None
-    rows = list(csv.reader(io.StringIO(text)))
+    try:
+        rows = list(csv.reader(io.StringIO(text)))
+    except csv.Error as error:
+        raise UserError(f"quality.cutoffs = '{url}' is no CSV table: {error}") from None
     languages = [name.strip() for name in rows[0][1:]] if rows else []
     by_percentile = {row[0].strip(): row[1:] for row in rows[1:] if row}
     columns = []
@@ -97,11 +101,18 @@ def read_cutoffs(url: str, percentiles: tuple[int, int]) -> dict[str, tuple[floa
                 f"rows are {', '.join(by_percentile) or 'missing'}"
             )
         columns.append(row)
+    cutoffs = {}
     try:
-        return {
-            language: (float(low), float(high))
-            for language, low, high in zip(languages, *columns, strict=True)
-            if low and high
-        }
+        for name, low, high in zip(languages, *columns, strict=True):
+            if low and high:
+                (language,) = check_codes([name])
+                cutoffs[language] = (float(low), float(high))
     except ValueError as error:
         raise UserError(f"quality.cutoffs = '{url}' is not a table of numbers: {error}") from None
+    for language, (below_head, below_middle) in cutoffs.items():
+        if not 0 < below_head <= below_middle < math.inf:
+            raise UserError(
+                f"quality.cutoffs = '{url}': '{language}' has {below_head} and {below_middle}, "
+                "which do not rise between 0 and infinity"
+            )
+    return cutoffs

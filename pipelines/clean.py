@@ -104,7 +104,7 @@ def _digest(plan: Plan, unit: InputFile, identity: str, bits: np.ndarray) -> str
         recipe.pages.model_dump(),
         recipe.paragraphs.model_dump(),
         recipe.dedup.within_page,
-        recipe.language.model_dump(mode="json"),
+        recipe.language.model_dump(mode="json", exclude={"model"}),
         recipe.quality.profile,
         recipe.quality.min_chars,
         recipe.output.drops,
@@ -236,9 +236,9 @@ class _Cleaner:
         rows = []
         passing = passes(scores, self.recipe.language.threshold).tolist()
         for i, page in enumerate(kept_pages):
+            if not passing[i] and self.recipe.language.keep_undetermined:
+                languages[i], passing[i] = UNDETERMINED, True
             reason = self._language_fault(languages[i], passing[i])
-            if reason == "language_below_threshold" and self.recipe.language.keep_undetermined:
-                languages[i], reason = UNDETERMINED, ""
             if reason:
                 self._drop(
                     page, reason, paragraphs=sizes[i], chars=len(texts[i]),

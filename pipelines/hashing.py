@@ -34,10 +34,9 @@ def hash_file(plan: Plan, unit: InputFile) -> str:
     with contextlib.ExitStack() as stack:
         try:
             data = stack.enter_context(files.mapped(unit.url))
-        except Exception as error:  # each file system has errors of its own
+        except OSError as error:
             # Without paths of this machine: the reason stands in the manifest.
-            detail = getattr(error, "strerror", None) or type(error).__name__
-            raise DamagedInput("unreadable", detail) from error
+            raise DamagedInput("unreadable", error.strerror or type(error).__name__) from error
         identity = files.xxh3_bytes(data)
         path = _key_path(plan, identity)
         if _finished(path):
@@ -81,7 +80,7 @@ def _key_path(plan: Plan, identity: str) -> str:
 def _finished(path: str) -> bool:
     try:
         with open_arrays(path) as file:
-            FileKeys.read(file)
+            file.verify()
     except (OSError, DamagedInput):
         return False
     return True

@@ -26,7 +26,7 @@ def check_index(recipe: MineRecipe) -> None:
     folder = recipe.dedup.index_in
     if folder is None:
         return
-    if folder == recipe.dedup.index_out:
+    if recipe.dedup.index_out is not None and _place(folder) == _place(recipe.dedup.index_out):
         raise UserError(f"dedup.index_in and index_out are both '{folder}': give two folders")
     try:
         found = json.loads(files.read_bytes(files.join(folder, INDEX_FILE)))
@@ -44,6 +44,12 @@ def check_index(recipe: MineRecipe) -> None:
             f"dedup.index_in = '{folder}' has keys of '{theirs}', this recipe '{keys_of(recipe)}': "
             "use the same paragraphs.profile, or another index"
         )
+
+
+def _place(folder: str) -> str:
+    if files.is_local(folder):
+        return str(files.local_path(folder).resolve())
+    return files.filesystem(folder)[1].rstrip("/")
 
 
 def keys_of(recipe: MineRecipe) -> str:
@@ -89,12 +95,19 @@ def write_index_range(folder: str, part: int, parts: int, block: Block) -> dict[
     return {"path": name, "keys": int(block.keys.size), "xxh3": files.xxh3_file(path)}
 
 
-def publish_index(recipe: MineRecipe, entries: list[dict[str, Any]]) -> None:
-    """List the ranges of a finished run in `index.json`: from now on the index exists."""
-    folder = recipe.dedup.index_out
-    if folder is None:
-        return
+def index_listing(recipe: MineRecipe, entries: list[dict[str, Any]]) -> str:
+    """The text of `index.json` for the range files `entries`."""
     listing = {"keys": keys_of(recipe), "ranges": entries}
-    files.write_atomic(
-        files.join(folder, INDEX_FILE), json.dumps(listing, indent=1, sort_keys=True) + "\n"
-    )
+    return json.dumps(listing, indent=1, sort_keys=True) + "\n"
+
+
+def publish_index(folder: str, listing: str) -> None:
+    """Write `index.json`: from now on the index exists."""
+    files.write_atomic(files.join(folder, INDEX_FILE), listing)
+
+
+def index_xxh3(folder: str | None) -> str | None:
+    """XXH3 of the listing of the index in `folder`; None when there is no index."""
+    if folder is None or not files.exists(files.join(folder, INDEX_FILE)):
+        return None
+    return files.xxh3_file(files.join(folder, INDEX_FILE))

@@ -125,7 +125,8 @@ class Counts(_Model):
 
 
 class Manifest(_Model):
-    """See the module."""
+    """See the module. index_in, index_out: XXH3 of the listings (`index.json`) of the dedup
+    indexes that were read and written."""
 
     schema_version: int
     tool_version: str
@@ -138,6 +139,8 @@ class Manifest(_Model):
     losses: tuple[LossEntry, ...]
     outputs: tuple[OutputEntry, ...]
     drops: OutputEntry | None = None
+    index_in: str | None = None
+    index_out: str | None = None
 
     def to_json(self) -> str:
         """The text of manifest.json."""
@@ -185,6 +188,18 @@ def read_manifest(path: str) -> Manifest:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise UserError(f"'{name}' is no mining manifest: {place}: {first['msg']}") from None
+
+
+def damaged_outputs(manifest: Manifest, folder: str) -> list[str]:
+    """Files of the manifest that are missing or differ from their digest; one line each."""
+    wrong = []
+    for output in [*manifest.outputs, *([manifest.drops] if manifest.drops else [])]:
+        try:
+            if files.xxh3_file(files.join(folder, output.path)) != output.xxh3:
+                wrong.append(f"'{output.path}' differs from its digest")
+        except OSError as error:
+            wrong.append(f"'{output.path}' cannot be read: {error.strerror or error}")
+    return wrong
 
 
 def total(counters: Iterable[dict[str, int]]) -> dict[str, int]:

@@ -199,4 +199,8 @@ def _regroup(element: tuple[int, Iterable[Any]], plan_path: str) -> tuple[int, F
 
 
 def _publish(element: tuple[int, Iterable[Finished]], plan_path: str) -> str:
-    return publish(read_plan(plan_path), list(element[1]))
+    plan, finished = read_plan(plan_path), list(element[1])
+    try:
+        return publish(plan, finished)
+    except OSError as error:
+        return publish(plan, [*finished, Finished(faults=[f"the manifest: {error}"])])

@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import posixpath
+from collections import Counter
 from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict
@@ -18,13 +19,14 @@ from models import files
 from models.errors import UserError
 from models.language_id import LanguageIdentifier
 from models.languages import check_codes
-from models.ngram import find_language_models
+from models.ngram import check_model, find_language_models
 from models.registry import load_registry
+from models.tokenizer import load_tokenizer
 from pipelines.buckets import Cutoffs, read_cutoffs
 from pipelines.crawl import CrawlManifest, shard_ranges
 from pipelines.dedup import MAX_RANGES
-from pipelines.index import check_index
-from pipelines.recipe import MineRecipe
+from pipelines.index import check_index, index_xxh3
+from pipelines.recipe import CUTOFFS_OF_RUN, MineRecipe
 
 FORMAT = 1
 """Part of every staging name: raised when a change of code changes staging bytes."""
@@ -70,26 +72,28 @@ class Plan(BaseModel):
     language_id: ModelFile
     language_models: dict[str, LanguageModel]
     cutoffs: dict[str, tuple[float, float]] | None
+    index_in_xxh3: str | None
     ranges: int
     staging: str
 
     def digest(self) -> str:
-        """XXH3 of recipe and models: what, with the inputs, settles every output byte."""
+        """XXH3 of recipe, models and index: what, with the inputs, settles every output byte."""
         settled = {
             "format": FORMAT,
             "recipe": self.recipe.digest(),
             "models": self.model_digests(),
             "cutoffs": self.cutoffs,
+            "index_in": self.index_in_xxh3,
         }
         return files.xxh3_bytes(json.dumps(settled, sort_keys=True).encode())
 
-    def model_digests(self) -> list[str]:
-        """SHA-256 of every model in use, in a fixed order."""
-        digests = [self.language_id.sha256]
-        for language in sorted(self.language_models):
-            model = self.language_models[language]
-            digests += [model.tokenizer.sha256, model.ngram.sha256]
-        return digests
+    def model_digests(self) -> dict[str, list[str]]:
+        """SHA-256 of every model in use, by language; "" is language identification."""
+        digests = {
+            language: [model.tokenizer.sha256, model.ngram.sha256]
+            for language, model in sorted(self.language_models.items())
+        }
+        return {"": [self.language_id.sha256]} | digests
 
     def write(self) -> str:
         """Write to the staging folder; gives the path."""
@@ -124,6 +128,7 @@ def make_plan(recipe: MineRecipe) -> Plan:
         language_id=_model_file(os.fspath(identifier)),
         language_models=_language_models(recipe),
         cutoffs=_cutoffs(recipe),
+        index_in_xxh3=index_xxh3(recipe.dedup.index_in),
         ranges=recipe.dedup.ranges or _ranges(stored_bytes),
         staging=recipe.staging_directory(),
     )
@@ -132,19 +137,24 @@ def make_plan(recipe: MineRecipe) -> Plan:
 def _inputs(recipe: MineRecipe) -> tuple[InputFile, ...]:
     if not recipe.input.paths:
         raise UserError("no input: set input.paths, or give --input PATH_OR_GLOB")
-    found: list[tuple[str, int | None]] = []
-    for pattern in recipe.input.paths:
-        found += _expand(pattern)
-    urls = [url for url, _ in found]
-    repeated = {url for url in urls if urls.count(url) > 1} if len(set(urls)) < len(urls) else ()
-    if repeated:
-        raise UserError(f"input '{min(repeated)}' is given twice: remove it once from input.paths")
-    shards = [index if shard is None else shard for index, (_, shard) in enumerate(found)]
+    urls: list[str] = []
+    shards: list[int] = []
+    shards_so_far = 0
+    for entry in recipe.input.paths:
+        found, count = _expand(entry)
+        urls += [url for url, _ in found]
+        shards += [
+            shards_so_far + (number if shard is None else shard)
+            for number, (_, shard) in enumerate(found)
+        ]
+        shards_so_far += len(found) if count is None else count
+    places = Counter(os.path.realpath(url) if files.is_local(url) else url for url in urls)
+    place, times = places.most_common(1)[0]
+    if times > 1:
+        raise UserError(f"input '{place}' is given twice: remove it once from input.paths")
     if recipe.input.num_shards is not None:
-        for shard, (first, last) in enumerate(
-            shard_ranges(len(found), recipe.input.num_shards, -1)
-        ):
-            shards[first:last] = [shard] * (last - first)
+        for shard, (start, stop) in enumerate(shard_ranges(len(urls), recipe.input.num_shards, -1)):
+            shards[start:stop] = [shard] * (stop - start)
     shards_in_group = {
         "crawl": max(shards) + 1,
         "window": recipe.dedup.window_shards,
@@ -163,26 +173,30 @@ def _inputs(recipe: MineRecipe) -> tuple[InputFile, ...]:
     )
 
 
-def _expand(pattern: str) -> list[tuple[str, int | None]]:
-    """WET files of one entry of input.paths, each with its shard where a manifest says so."""
-    if pattern.endswith(".json"):
-        return [(file.url, file.shard) for file in CrawlManifest.read(pattern).files]
+Found = list[tuple[str, int | None]]
+
+
+def _expand(entry: str) -> tuple[Found, int | None]:
+    """WET files of one entry of input.paths; with shards, and their number, from a manifest."""
+    if entry.endswith(".json"):
+        manifest = CrawlManifest.read(entry)
+        if not manifest.files:
+            raise UserError(f"the crawl manifest '{entry}' lists no file: make it again")
+        return [(file.url, file.shard) for file in manifest.files], manifest.num_shards
+    system, path = files.filesystem(entry)
     try:
-        system, path = files.filesystem(pattern)
-        if any(c in pattern for c in "*?["):
-            matches = sorted(system.glob(path))
-            if files.is_local(pattern) and not pattern.startswith("/"):
-                matches = [os.path.relpath(match) for match in matches]
-        else:
-            matches = [path] if system.exists(path) else []
-    except (ImportError, ValueError) as error:
-        raise UserError(f"input '{pattern}' cannot be opened: {error}") from None
+        matches = [path] if entry and system.isfile(path) else []
+        if not matches and system.isdir(path):
+            raise UserError(f"input '{entry}' is a folder: name the files in it, as '{entry}/*.gz'")
+        if not matches and any(c in entry for c in "*?["):
+            matches = sorted(match for match in system.glob(path) if system.isfile(match))
+    except OSError as error:
+        raise UserError(f"input '{entry}' cannot be looked up: {error}") from None
     if not matches:
-        raise UserError(f"input '{pattern}' matches no file: check the path in input.paths")
-    if files.is_local(pattern):
-        return [(match if "*" in pattern or "?" in pattern or "[" in pattern else pattern, None)
-                for match in matches]  # fmt: skip
-    return [(system.unstrip_protocol(match), None) for match in matches]
+        raise UserError(f"input '{entry}' matches no file: check the path in input.paths")
+    if files.is_local(entry):
+        return [(match, None) for match in matches], None
+    return [(system.unstrip_protocol(match), None) for match in matches], None
 
 
 def _size(url: str) -> int:
@@ -211,9 +225,18 @@ def _model_file(path: str, name: str | None = None) -> ModelFile:
 
 
 def _language_models(recipe: MineRecipe) -> dict[str, LanguageModel]:
-    if recipe.quality.models is None:
+    folder = recipe.quality.models
+    if folder is None:
         return {}
-    found = find_language_models(recipe.quality.models, profile=recipe.quality.profile)
+    found = find_language_models(folder, profile=recipe.quality.profile)
+    if not found:
+        raise UserError(
+            f"quality.models = '{folder}' holds no model: it needs LANGUAGE.sp.model with "
+            "LANGUAGE.arpa.bin (gristmill models train-ngram, or models fetch)"
+        )
+    for pair in found.values():
+        load_tokenizer(pair.tokenizer)
+        check_model(pair.model)
     return {
         language: LanguageModel(
             tokenizer=_model_file(os.fspath(pair.tokenizer)),
@@ -224,7 +247,7 @@ def _language_models(recipe: MineRecipe) -> dict[str, LanguageModel]:
 
 
 def _cutoffs(recipe: MineRecipe) -> dict[str, tuple[float, float]] | None:
-    if recipe.quality.cutoffs == "run":
+    if recipe.quality.cutoffs == CUTOFFS_OF_RUN:
         return None
     cutoffs: Cutoffs = read_cutoffs(recipe.quality.cutoffs, recipe.quality.percentiles)
     return dict(cutoffs)

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from models import files
 from models.errors import Fault
 from pipelines.clean import DROPS_SCHEMA, Report
-from pipelines.index import publish_index
+from pipelines.index import index_listing, publish_index
 from pipelines.manifest import (
     MANIFEST_FILE,
     SCHEMA_VERSION,
@@ -30,7 +30,7 @@ from pipelines.manifest import (
     total,
 )
 from pipelines.plan import Plan
-from pipelines.regroup import Output
+from pipelines.regroup import PAGES, Output
 from pipelines.timings import TIMINGS_FILE, collect
 
 DROPS_FILE = "drops.parquet"
@@ -62,21 +62,43 @@ def publish(plan: Plan, finished: list[Finished]) -> str:
         return path
     good = [report for report in reports if not report["failed"]]
     directory = plan.recipe.output.directory
-    manifest = _manifest(plan, reports, good, finished)
+    listing = index_listing(plan.recipe, [entry for report in reports for entry in report["index"]])
+    manifest = _manifest(plan, reports, good, finished, listing)
     wrong = manifest.faults()
     if wrong:
         raise Fault(f"the counts do not add up: {wrong[0]}")
-    publish_index(plan.recipe, [entry for report in reports for entry in report["index"]])
     files.write_atomic(
         files.join(directory, TIMINGS_FILE), json.dumps(collect(plan), indent=1) + "\n"
     )
+    _remove_strays(directory, manifest)
     path = files.join(directory, MANIFEST_FILE)
     files.write_atomic(path, manifest.to_json())
+    # Last: an index that stands belongs to a manifest that stands.
+    if plan.recipe.dedup.index_out is not None:
+        publish_index(plan.recipe.dedup.index_out, listing)
     return path
 
 
+def _remove_strays(directory: str, manifest: Manifest) -> None:
+    """Remove parts that an earlier run of the same recipe left and this one has not made."""
+    listed = {output.path for output in manifest.outputs}
+    system, _ = files.filesystem(directory)
+    for path in parts_in(directory):
+        if "/".join(path.split("/")[-4:]) not in listed:
+            system.rm(path)
+
+
+def parts_in(directory: str) -> list[str]:
+    """The Parquet parts that stand in an output folder, listed in a manifest or not."""
+    return files.find(directory, f"{PAGES}/language=*/bucket=*/part-*.parquet")
+
+
 def _manifest(
-    plan: Plan, reports: list[Report], good: list[Report], finished: list[Finished]
+    plan: Plan,
+    reports: list[Report],
+    good: list[Report],
+    finished: list[Finished],
+    listing: str,
 ) -> Manifest:
     found = [output for part in finished for output in part.outputs]
     outputs = tuple(
@@ -105,6 +127,8 @@ def _manifest(
         ),
         outputs=outputs,
         drops=_drops(plan, good) if plan.recipe.output.drops else None,
+        index_in=plan.index_in_xxh3,
+        index_out=files.xxh3_bytes(listing.encode()) if plan.recipe.dedup.index_out else None,
     )
 
 

@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from models import files
 from models.errors import UserError
@@ -23,11 +30,22 @@ from models.languages import check_codes
 
 MAX_COMMON_PAGES = 65_535
 """Page counts are kept in 16 bits."""
+CUTOFFS_OF_RUN = "run"
 MIB = 1 << 20
 
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bool_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if (
+            isinstance(value, bool)
+            and cls.model_fields[str(info.field_name)].annotation is not bool
+        ):
+            raise ValueError(f"{info.field_name} = '{str(value).lower()}' is not true or false")
+        return value
 
 
 def _as_tuple(value: Any) -> Any:
@@ -147,7 +165,8 @@ class Quality(_Section):
     profile: Literal["unicode", "ccnet"] = Field("unicode", description="scoring")
     min_chars: int = Field(100, ge=0, description="a shorter page is not scored, code points")
     cutoffs: str = Field(
-        "run", description="'run': this run's own percentiles; or a file like CCNet's cutoff.csv"
+        CUTOFFS_OF_RUN,
+        description="'run': this run's own percentiles; or a file like CCNet's cutoff.csv",
     )
     percentiles: tuple[int, int] = Field((30, 60), description="where head and middle end")
 
@@ -156,6 +175,10 @@ class Quality(_Section):
         low, high = self.percentiles
         if not 0 < low < high < 100:
             raise ValueError(f"quality.percentiles = '[{low}, {high}]' must rise between 0 and 100")
+        if self.cutoffs != CUTOFFS_OF_RUN and self.models is None:
+            raise ValueError(
+                f"quality.cutoffs = '{self.cutoffs}' has nothing to cut: set quality.models too"
+            )
         return self
 
 
@@ -184,23 +207,40 @@ class MineRecipe(_Section):
 
     def published(self) -> dict[str, Any]:
         """The recipe as the manifest shows it: without places on this machine."""
-        recipe = self.model_dump(mode="json", exclude={"run": True, "output": {"directory"}})
+        recipe = self.model_dump(
+            mode="json",
+            exclude={
+                "run": True,
+                "input": {"paths"},
+                "output": {"directory"},
+                "language": {"model"},
+            },
+        )
         for key in ("index_in", "index_out"):
             recipe["dedup"][key] = bool(recipe["dedup"][key])
         recipe["quality"]["models"] = bool(recipe["quality"]["models"])
+        if recipe["quality"]["cutoffs"] != CUTOFFS_OF_RUN:
+            recipe["quality"]["cutoffs"] = "file"
         return recipe
 
     def digest(self) -> str:
-        """XXH3 of all that can change an output byte, the inputs apart (32 hex digits)."""
+        """XXH3 of the settings that can change an output byte (32 hex digits).
+
+        Files that the recipe names (inputs, models, cutoffs, index) count by their content, in
+        `Plan.digest`.
+        """
         recipe = self.published()
-        del recipe["input"]["paths"], recipe["name"]
+        del recipe["name"]
         return files.xxh3_bytes(json.dumps(recipe, sort_keys=True).encode())
 
     def staging_directory(self) -> str:
         """Where the intermediate files go: a folder of this output's own, removed at the end."""
         if self.run.staging is None:
             return files.join(self.output.directory, ".staging")
-        own = files.xxh3_bytes(self.output.directory.encode())[:16]
+        place = self.output.directory
+        if files.is_local(place):
+            place = str(files.local_path(place).resolve())
+        own = files.xxh3_bytes(place.encode())[:16]
         return files.join(self.run.staging, f"gristmill-{own}")
 
 
@@ -237,8 +277,9 @@ def _read_tree(name_or_path: str, seen: tuple[str, ...]) -> dict[str, Any]:
     elif name_or_path in shipped_recipes():
         text = resources.files("data_manifests").joinpath(f"{name_or_path}.toml").read_bytes()
     else:
+        by = f"recipe '{seen[-1]}' extends '{name_or_path}', but there is " if seen else ""
         raise UserError(
-            f"no recipe '{name_or_path}': give the path of a .toml file, "
+            f"{by}no recipe '{name_or_path}': give the path of a .toml file, "
             f"or one of {', '.join(map(repr, shipped_recipes()))}"
         )
     try:
@@ -250,6 +291,9 @@ def _read_tree(name_or_path: str, seen: tuple[str, ...]) -> dict[str, Any]:
         return tree
     if not isinstance(base, str):
         raise UserError(f"recipe '{name_or_path}': extends = '{base}' must be one recipe's name")
+    beside = path.parent / base
+    if base not in shipped_recipes() and beside.is_file():
+        base = str(beside)
     return _merge(_read_tree(base, (*seen, name_or_path)), tree)
 
 

@@ -17,7 +17,7 @@ REASONS = {
     "too_short_after_dedup": "shorter than pages.min_chars_after",
     "language_below_threshold": "language not certain enough",
     "language_not_wanted": "language not asked for",
-    "duplicate": "also on another page",
+    "duplicate": "also on another page, or in index_in",
     "repeated_in_page": "earlier in the same page",
     "empty": "white space and punctuation only",
 }
@@ -31,7 +31,7 @@ def funnel(manifest: Manifest) -> str:
         ("records", "", "", ""),
         *_steps("read", records.read, records.read),
         ("  not pages", f"{records.not_pages:,}", "", "warcinfo and other types"),
-        ("  lost in damage", f"{records.lost:,}", "", "see losses"),
+        ("  pages lost in damage", f"{records.lost:,}", "", "see losses"),
         ("  length corrected", f"{records.length_corrected:,}", "", "kept"),
         ("pages", "", "", ""),
         *_steps("read", pages.read, pages.read, pages.dropped),

@@ -62,16 +62,15 @@ def clear(plan: Plan) -> None:
 
 def pieces_done(plan: Plan) -> dict[str, int]:
     """Finished pieces of work by pass."""
-    system, folder = files.filesystem(_folder(plan))
-    names = [path.rsplit("/", 1)[-1] for path in system.glob(f"{folder}/*.json")]
+    names = [path.rsplit("/", 1)[-1] for path in files.find(_folder(plan), "*.json")]
     return dict(Counter(name.split("-", 1)[0] for name in names))
 
 
 def collect(plan: Plan) -> dict[str, Any]:
     """CPU seconds, wall seconds of all workers, largest peak memory, pieces: by pass."""
-    system, folder = files.filesystem(_folder(plan))
+    system, _ = files.filesystem(_folder(plan))
     passes: dict[str, Any] = {}
-    for path in sorted(system.glob(f"{folder}/*.json")):
+    for path in files.find(_folder(plan), "*.json"):
         figures = json.loads(system.cat_file(path))
         of_pass = passes.setdefault(
             figures["pass"], {"cpu_s": 0.0, "wall_s": 0.0, "peak_rss_bytes": 0, "pieces": 0}

@@ -28,6 +28,7 @@ def mine(arguments: argparse.Namespace) -> int:
     from pipelines.plan import make_plan
     from pipelines.recipe import load_recipe
     from pipelines.report import funnel
+    from pipelines.run import is_done
     from pipelines.run import mine as run_mine
 
     overrides = list(arguments.set)
@@ -40,6 +41,8 @@ def mine(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, overrides)
     if arguments.dry_run:
         plan = make_plan(recipe)
+        if not arguments.restart and is_done(plan):
+            print("already finished: the run would have nothing to do", file=sys.stderr)
         if arguments.json:
             print(plan.model_dump_json())
             return 0
@@ -57,6 +60,13 @@ def mine(arguments: argparse.Namespace) -> int:
     for entry in manifest.inputs:
         if entry.failed:
             print(f"warning: input '{entry.name}' {entry.failed}", file=sys.stderr)
+    damaged = {loss.name for loss in manifest.losses}
+    if damaged:
+        print(f"warning: bytes were lost in {len(damaged):,} damaged files, see the losses",
+              file=sys.stderr)  # fmt: skip
+    if manifest.counts.records.read + manifest.counts.records.not_pages == 0:
+        print("gristmill: fault: not one WARC record in all inputs", file=sys.stderr)
+        return EXIT_FAULT
     if not manifest.outputs:
         print("warning: no page was kept: see the reasons above", file=sys.stderr)
     return 0
@@ -130,7 +140,9 @@ def _stopped_by_ctrl_c() -> Iterator[None]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="gristmill", description="From raw Common Crawl text to a trained language model."
+        prog="gristmill",
+        allow_abbrev=False,
+        description="From raw Common Crawl text to a trained language model.",
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
@@ -207,12 +219,17 @@ def _verb(verbs: argparse._SubParsersAction, function: Callable) -> argparse.Arg
     text = (function.__doc__ or "").strip()
     parser: argparse.ArgumentParser = verbs.add_parser(
         name,
+        allow_abbrev=False,
         help=text.split("\n", 1)[0],
         description="\n".join(line.strip() for line in text.split("\n")),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(function=function)
     return parser
+
+
+def _line(error: Exception, kind: str = "") -> str:
+    return f"gristmill: {kind}{error}".replace("\n", "\\n")
 
 
 def _positive(text: str) -> int:
@@ -239,16 +256,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(parsed.function(parsed))
     except UserError as error:
-        print(f"gristmill: {error}", file=sys.stderr)
+        print(_line(error), file=sys.stderr)
         return EXIT_USER_ERROR
     except Fault as error:
-        print(f"gristmill: fault: {error}", file=sys.stderr)
+        print(_line(error, "fault: "), file=sys.stderr)
+        return EXIT_FAULT
+    except BrokenPipeError:
+        return 0
+    except OSError as error:
+        place = f": '{error.filename}'" if error.filename else ""
+        print(_line(Exception(f"{error.strerror or error}{place}"), "fault: "), file=sys.stderr)
         return EXIT_FAULT
     except KeyboardInterrupt:
         print(_STOPPED, file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        return 0
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from models.errors import UserError
+from models.errors import Fault, UserError
 from pipelines.crawl import CrawlManifest, resolve
 from pipelines.crawl_download import download
 
@@ -37,6 +37,8 @@ def crawl(arguments: argparse.Namespace) -> int:
         failures = len(result.failures)
         if failures:
             print("run the same command again to fetch what is missing", file=sys.stderr)
+    if not manifest.files:
+        raise Fault("no file could be fetched")
     target = folder / CRAWL_FILE
     try:
         manifest.write(target)

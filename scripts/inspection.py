@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +15,13 @@ import pyarrow.parquet as pq
 
 from models import files
 from models.errors import UserError
-from pipelines.manifest import MANIFEST_FILE, Manifest, OutputEntry, read_manifest
+from pipelines.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    OutputEntry,
+    damaged_outputs,
+    read_manifest,
+)
 from pipelines.regroup import PAGES
 from pipelines.report import funnel
 from pipelines.wet import Record, WetReader
@@ -28,9 +36,16 @@ def inspect(
     """Show `target`; gives the exit code: 1 when `verify` found something wrong."""
     if not files.exists(target):
         raise UserError(f"nothing at '{target}': give a manifest, a mined folder, a shard or a WET")
+    is_manifest = target.endswith(".json") or files.exists(files.join(target, MANIFEST_FILE))
+    if (verify or sample is not None) and not is_manifest and not target.endswith(".parquet"):
+        raise UserError(f"--verify and --sample need a mined folder, '{target}' is none")
+    if verify and sample is not None:
+        raise UserError("--verify and --sample are two questions: give one of them")
+    if verify and not is_manifest:
+        raise UserError(f"--verify needs a mined folder, '{target}' is none")
     if target.endswith(".parquet"):
         return _parquet(target, as_json=as_json, conditions=_conditions(sample), count=count)
-    if target.endswith(".json") or files.exists(files.join(target, MANIFEST_FILE)):
+    if is_manifest:
         return _manifest(target, verify=verify, as_json=as_json, sample=sample, count=count)
     if files.is_local(target) and files.local_path(target).is_dir():
         raise UserError(f"'{target}' holds no {MANIFEST_FILE}: give the output folder of a run")
@@ -63,23 +78,16 @@ def _manifest(
 
 def verify_manifest(manifest: Manifest, folder: str) -> list[str]:
     """What is wrong with a mined crawl: sums, missing or changed files, rows; one line each."""
-    wrong = manifest.faults()
     listed = [*manifest.outputs, *([manifest.drops] if manifest.drops else [])]
-    for output in listed:
-        url = files.join(folder, output.path)
-        try:
-            if files.xxh3_file(url) != output.xxh3:
-                wrong.append(f"'{output.path}' differs from its digest")
-                continue
-            with files.mapped(url) as data:
+    wrong = [*manifest.faults(), *damaged_outputs(manifest, folder)]
+    if not wrong:
+        for output in listed:
+            with files.mapped(files.join(folder, output.path)) as data:
                 rows = pq.read_metadata(pa.BufferReader(data)).num_rows
             if rows != output.rows:
                 wrong.append(f"'{output.path}' has {rows:,} rows, the manifest {output.rows:,}")
-        except OSError as error:
-            wrong.append(f"'{output.path}' cannot be read: {error.strerror or error}")
-    system, root = files.filesystem(folder)
     known = {output.path for output in listed}
-    for path in sorted(system.glob(f"{root}/{PAGES}/language=*/bucket=*/*")):
+    for path in files.find(folder, f"{PAGES}/language=*/bucket=*/*"):
         relative = "/".join(path.split("/")[-4:])
         if relative not in known:
             wrong.append(f"'{relative}' stands in the folder, but not in the manifest")
@@ -129,10 +137,12 @@ def _there_are(manifest: Manifest) -> str:
 
 def _matching(url: str, conditions: dict[str, str], count: int) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    with (
-        files.mapped(url) as data,
-        pq.ParquetFile(pa.BufferReader(data), pre_buffer=False) as shard,
-    ):
+    with contextlib.ExitStack() as stack:
+        try:
+            data = stack.enter_context(files.mapped(url))
+            shard = stack.enter_context(pq.ParquetFile(pa.BufferReader(data), pre_buffer=False))
+        except (pa.ArrowException, OSError) as error:
+            raise UserError(f"'{url}' is no readable Parquet file: {error}") from None
         for batch in shard.iter_batches(_BATCH_ROWS, use_threads=False):
             for row in batch.to_pylist():
                 if all(row.get(key) == value for key, value in conditions.items()):
@@ -143,6 +153,8 @@ def _matching(url: str, conditions: dict[str, str], count: int) -> list[dict[str
 
 
 def _print_pages(rows: list[dict[str, Any]], *, as_json: bool) -> None:
+    if not rows:
+        print("no page meets the conditions", file=sys.stderr)
     for row in rows:
         if as_json:
             print(json.dumps(row, ensure_ascii=False))

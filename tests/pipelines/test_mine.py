@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -210,11 +209,8 @@ def test_the_manifest_has_no_time_and_no_place(
     reference: tuple[Path, Manifest], small: list[Path]
 ) -> None:
     text = (reference[0] / "manifest.json").read_text()
-    shown = text.replace(json.dumps([str(path) for path in small])[1:-1], "")
-    recipe = json.loads(text)["recipe"]
-    recipe["input"]["paths"] = []  # as the user gave them
-    assert str(small[0].parent) not in json.dumps(json.loads(text) | {"recipe": recipe})
-    assert str(reference[0]) not in shown
+    for place in (small[0].parent, reference[0], Path.cwd()):
+        assert str(place) not in text
     assert read_manifest(str(reference[0])).inputs[0].name == small[0].name
 
 

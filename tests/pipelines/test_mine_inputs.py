@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from pipelines.crawl import CrawlFile, CrawlManifest
 from pipelines.recipe import load_recipe
 from pipelines.run import mine
 from scripts.inspection import verify_manifest
@@ -178,12 +179,26 @@ def test_nothing_kept_is_normal(tmp_path: Path) -> None:
 def test_an_unreadable_file_is_named_and_the_rest_kept(small: list[Path], tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
-    shutil.copy(small[0], folder / "good.warc.wet.gz")
-    (folder / "gone.warc.wet.gz").mkdir()
-    good = run(folder / "good.warc.wet.gz", tmp_path / "a")
-    both = run([folder / "good.warc.wet.gz", folder / "gone.warc.wet.gz"], tmp_path / "b")
+    good_path = folder / "good.warc.wet.gz"
+    gone_path = folder / "late.warc.wet.gz"
+    shutil.copy(small[0], good_path)
+    crawl = CrawlManifest(
+        name="x", source="x", num_shards=2,
+        files=tuple(CrawlFile(path=path.name, url=str(path), shard=shard)
+                    for shard, path in enumerate([good_path, gone_path])),
+    )  # fmt: skip
+    crawl.write(folder / "crawl.json")
+    good = run(good_path, tmp_path / "a")
+    both = run(folder / "crawl.json", tmp_path / "b")
     assert both.counts == good.counts
-    assert [entry.failed for entry in both.inputs] == ["", "unreadable: Is a directory"]
+    assert [entry.failed for entry in both.inputs] == ["", "unreadable: No such file or directory"]
+    # When the file is there after all, the same command takes it in.
+    shutil.copy(small[1], gone_path)
+    (tmp_path / "c").mkdir()
+    whole = run([good_path, gone_path], tmp_path / "c")
+    later = run(folder / "crawl.json", tmp_path / "b", "dedup.scope=crawl")
+    assert later.counts == whole.counts
+    assert later.outputs == whole.outputs
 
 
 def test_perplexity_and_buckets_are_ccnets(

@@ -88,6 +88,16 @@ def test_mistakes_get_one_line(override: str, parts: list[str]) -> None:
         assert part in text, text
 
 
+def test_extends_is_looked_for_beside_the_recipe(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text("[pages]\nmin_chars = 7\n")
+    child = tmp_path / "child.toml"
+    child.write_text('extends = "base.toml"\n')
+    assert load_recipe(str(child)).pages.min_chars == 7
+    child.write_text('extends = "nosuch"\n')
+    text = refusal(str(child))
+    assert "child.toml' extends 'nosuch'" in text
+
+
 def test_unknown_recipe_and_bad_toml(tmp_path: Path) -> None:
     text = refusal("no-such")
     assert "'no-such'" in text

@@ -36,13 +36,14 @@ GOOD = ["mine", "default", "--input", "good.warc.wet.gz", "--output", "out"]
 MISTAKES = {
     "unknown recipe": (["mine", "defualt"], ["'defualt'", "'default'"]),
     "unknown key": ([*GOOD, "--set", "dedup.kep=first"], ["'dedup.kep'", "'keep'"]),
+    "a boolean for a number": ([*GOOD, "--set", "language.threshold=true"], ["'true'"]),
     "bad value": ([*GOOD, "--set", "dedup.keep=last"], ["'last'", "'first'"]),
     "no input": (["mine", "default", "--output", "out"], ["--input"]),
     "no output": (["mine", "default", "--input", "good.warc.wet.gz"], ["--output"]),
     "glob without match": (
         ["mine", "default", "--input", "no/*.gz", "--output", "out"], ["'no/*.gz'", "no file"],
     ),
-    "input twice": ([*GOOD, "--input", "good.warc.wet.gz"], ["'good.warc.wet.gz'", "twice"]),
+    "input twice": ([*GOOD, "--input", "./good.warc.wet.gz"], ["good.warc.wet.gz'", "twice"]),
     "unknown scheme": (
         ["mine", "default", "--input", "nope://x", "--output", "out"], ["'nope://x'"],
     ),
@@ -61,7 +62,20 @@ MISTAKES = {
         [*GOOD, "--set", "language.model=./good.warc.wet.gz"], ["good.warc.wet.gz"],
     ),
     "no models folder": ([*GOOD, "--set", "quality.models=lm"], ["'lm'"]),
-    "missing cutoffs": ([*GOOD, "--set", "quality.cutoffs=c.csv"], ["'c.csv'", "'run'"]),
+    "cutoffs without models": ([*GOOD, "--set", "quality.cutoffs=c.csv"], ["'c.csv'", "models"]),
+    "empty models folder": ([*GOOD, "--set", "quality.models=."], ["'.'", "LANGUAGE.sp.model"]),
+    "a folder as input": (["mine", "default", "--input", ".", "--output", "o"], ["'.'", "folder"]),
+    "output scheme": ([*GOOD[:-1], "nope://x"], ["'nope://x"]),
+    "index_out is a file": (
+        [*GOOD, "--set", "dedup.index_out=good.warc.wet.gz"], ["'good.warc.wet.gz'"],
+    ),
+    "index in and out the same": (
+        [*GOOD, "--set", "dedup.index_in=i", "--set", "dedup.index_out=./i/"], ["'i'", "two"],
+    ),
+    "line break in a value": ([*GOOD, "--set", "name=x\ny"], ["'x\\ny'"]),
+    "unknown runner": ([*GOOD, "--", "--runner=Nonsense"], ["Nonsense"]),
+    "workers of Beam": ([*GOOD, "--", "--direct_num_workers=2"], ["--workers"]),
+    "verify a WET file": (["inspect", "good.warc.wet.gz", "--verify"], ["'good.warc.wet.gz'"]),
     "missing index": ([*GOOD, "--set", "dedup.index_in=idx"], ["'idx'", "index.json"]),
     "unwritable output": (
         ["mine", "default", "--input", "good.warc.wet.gz", "--output", "good.warc.wet.gz/out"],
