@@ -14,6 +14,7 @@ import hashlib
 import mmap
 import os
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,8 @@ from models.errors import UserError
 
 TEMPORARY_SUFFIX = ".gristmill-tmp"
 _BLOCK_BYTES = 1 << 20
+_WAITS_S = (1.0, 4.0, 16.0)
+"""Between tries to copy a remote file."""
 
 
 def is_local(url: str | os.PathLike[str]) -> bool:
@@ -101,6 +104,21 @@ def _as_os_errors() -> Iterator[None]:
         raise OSError(None, f"{type(error).__name__}: {error}") from error
 
 
+def _copy_down(system: Any, remote: str, path: Path) -> None:
+    """Copy a remote file, again after a passing failure. Raises OSError."""
+    for wait_s in (*_WAITS_S, None):
+        try:
+            with _as_os_errors():
+                system.get_file(remote, str(path))
+            return
+        except (FileNotFoundError, PermissionError, IsADirectoryError):
+            raise
+        except OSError:
+            if wait_s is None:
+                raise
+            time.sleep(wait_s)
+
+
 @contextlib.contextmanager
 def mapped(url: str | os.PathLike[str]) -> Iterator[memoryview]:
     """The bytes of the file at `url` as a read-only view, memory-mapped.
@@ -115,8 +133,7 @@ def mapped(url: str | os.PathLike[str]) -> Iterator[memoryview]:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gristmill-"))
             path = Path(folder) / "copy"
             system, remote = filesystem(url)
-            with _as_os_errors():
-                system.get_file(remote, str(path))
+            _copy_down(system, remote, path)
         file = stack.enter_context(path.open("rb"))
         if os.fstat(file.fileno()).st_size == 0:
             yield memoryview(b"")
