@@ -223,7 +223,10 @@ def _rows(task: Task) -> Iterable[pa.Table]:
 
 @functools.lru_cache(maxsize=64)
 def _metadata(path: str, xxh3: str) -> pq.FileMetaData:
-    """The footer of a staging file, which every language in it asks for."""
+    """The footer of a staging file, which every language in it asks for.
+
+    xxh3: only part of the cache's key, so that a file made anew is read anew.
+    """
     with files.mapped(path) as data:
         return pq.read_metadata(pa.BufferReader(data))
 

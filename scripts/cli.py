@@ -50,8 +50,8 @@ def mine(arguments: argparse.Namespace) -> int:
         stored = sum(file.bytes for file in plan.inputs)
         groups = len({file.group for file in plan.inputs})
         print(
-            f"{len(plan.inputs):,} WET files, {stored:,} bytes, {groups:,} dedup groups of "
-            f"{plan.ranges:,} ranges; language models: {', '.join(plan.language_models) or 'none'}"
+            f"{len(plan.inputs):,} WET files, {stored:,} bytes, dedup groups: {groups:,}, "
+            f"ranges: {plan.ranges:,}; language models: {', '.join(plan.language_models) or 'none'}"
         )
         return 0
     with _stopped_by_ctrl_c():

@@ -13,11 +13,7 @@ from pipelines.crawl import CrawlFile, CrawlManifest
 from tests.pipelines.mining import NO_LANGUAGE_FILTER, rows_of, run, same_files
 from tests.pipelines.wet_files import Page, write_wet
 
-
-@pytest.fixture(autouse=True)
-def registered_models(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRISTMILL_DATA", str(data_dir))
-
+pytestmark = pytest.mark.usefixtures("registered_models")
 
 TOPICS = ("river", "mill", "school", "bridge", "market", "church")
 

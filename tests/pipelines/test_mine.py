@@ -20,18 +20,7 @@ from pipelines.paragraphs import normalise
 from tests.pipelines.mining import NO_LANGUAGE_FILTER, rows_of, run, same_files
 from tests.pipelines.wet_files import naive
 
-
-@pytest.fixture(scope="module", autouse=True)
-def registered_models(data_dir: Path) -> Any:
-    """The language model comes from the shared data: nothing is fetched."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GRISTMILL_DATA", str(data_dir))
-        yield
-
-
-@pytest.fixture(scope="module")
-def small(data_dir: Path) -> list[Path]:
-    return sorted((data_dir / "wet_docs_small").glob("*.warc.wet.gz"))
+pytestmark = pytest.mark.usefixtures("registered_models")
 
 
 def naive_pages(path: Path, profile: str) -> Iterator[tuple[str, list[str]]]:

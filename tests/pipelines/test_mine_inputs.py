@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -18,18 +17,7 @@ from tests.pipelines.mining import NO_LANGUAGE_FILTER, rows_of, run
 from tests.pipelines.test_wet_real import EXPECTED
 from tests.pipelines.wet_files import Page, member_bounds, write_wet
 
-
-@pytest.fixture(scope="module", autouse=True)
-def registered_models(data_dir: Path) -> Any:
-    """The language model comes from the shared data: nothing is fetched."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GRISTMILL_DATA", str(data_dir))
-        yield
-
-
-@pytest.fixture(scope="module")
-def small(data_dir: Path) -> list[Path]:
-    return sorted((data_dir / "wet_docs_small").glob("*.warc.wet.gz"))
+pytestmark = pytest.mark.usefixtures("registered_models")
 
 
 NAMES = ("river", "mill", "school", "bridge", "market", "church", "harbour", "garden")
