@@ -7,20 +7,18 @@ import fcntl
 import json
 import logging
 import os
-import shlex
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from models import files
 from models.errors import Fault, GristmillError, UserError
 from pipelines import timings
+from pipelines.engine import make_pipeline
 from pipelines.index import INDEX_FILE, index_xxh3
 from pipelines.manifest import MANIFEST_FILE, Manifest, damaged_outputs, read_manifest
 from pipelines.plan import Plan, make_plan
+from pipelines.progress import progress
 from pipelines.publish import DROPS_FILE, FAULTS_FILE, parts_in
 from pipelines.recipe import MineRecipe
 from pipelines.timings import TIMINGS_FILE
@@ -28,7 +26,6 @@ from pipelines.timings import TIMINGS_FILE
 _CLAIM_FILE = "run.json"
 _ERROR_FILE = "error.txt"
 _LOCK_FILE = "run.lock"
-_PROGRESS_S = 2.0
 
 
 def mine(
@@ -51,11 +48,11 @@ def mine(
         logging.getLogger().addHandler(logging.NullHandler())
     from pipelines.mine import build  # noqa: PLC0415
 
-    pipeline = _pipeline(recipe.run.workers, beam_options)
+    pipeline = make_pipeline(recipe.run.workers, beam_options)
     with _claimed(plan, restart=restart):
         timings.clear(plan)
         plan_path = plan.write()
-        with _progress(plan), _explained(plan), pipeline:
+        with progress(plan), _explained(plan), pipeline:
             build(pipeline, plan_path)
         _raise_faults(plan)
         manifest = read_manifest(recipe.output.directory)
@@ -217,85 +214,9 @@ def _throw_away(plan: Plan) -> None:
         files.remove_tree(files.join(plan.staging, name))
 
 
-def _pipeline(workers: int, beam_options: Sequence[str]) -> Any:
-    import apache_beam as beam  # noqa: PLC0415
-    from apache_beam.options.pipeline_options import PipelineOptions  # noqa: PLC0415
-    from apache_beam.runners.portability.fn_api_runner.fn_runner import FnApiRunner  # noqa: PLC0415
-    from apache_beam.transforms.environments import SubprocessSDKEnvironment  # noqa: PLC0415
-
-    logging.getLogger("apache_beam").setLevel(logging.ERROR)
-    if any(option.startswith("--runner") for option in beam_options):
-        try:
-            return beam.Pipeline(options=PipelineOptions(list(beam_options)))
-        except ValueError as error:
-            raise UserError(f"Beam refuses its options: {error}") from None
-    if any(option.startswith("--direct_num_workers") for option in beam_options):
-        raise UserError("'--direct_num_workers' is set by --workers: use that")
-    # By name: the default DirectRunner first tries to download another runner.
-    environment = None
-    if workers > 1:
-        # Ctrl+C is for this process: the workers leave with it (pipelines/worker.py).
-        python = shlex.quote(sys.executable)
-        command = f"trap '' INT; exec {python} -m pipelines.worker {os.getpid()}"
-        environment = SubprocessSDKEnvironment.from_command_string(command)
-    options = PipelineOptions([*beam_options, f"--direct_num_workers={workers}"])
-    unknown = set(options.get_all_options(retain_unknown_options=True)) - set(
-        options.get_all_options()
-    )
-    if unknown:
-        raise UserError(
-            f"'--{min(unknown)}' is no option of Beam's local runner: leave it out, or name "
-            "another runner with --runner"
-        )
-    return beam.Pipeline(runner=FnApiRunner(default_environment=environment), options=options)
-
-
 def _raise_faults(plan: Plan) -> None:
     path = files.join(plan.staging, FAULTS_FILE)
     if files.exists(path):
         faults: list[str] = json.loads(files.read_bytes(path))
         more = f" (and {len(faults) - 1} more in '{path}')" if len(faults) > 1 else ""
         raise Fault(f"{faults[0]}{more}; repair it and run the same command again to go on")
-
-
-@contextlib.contextmanager
-def _progress(plan: Plan) -> Iterator[None]:
-    """Say on stderr, every few seconds, how far each pass is. Local staging only."""
-    if not files.is_local(plan.staging):
-        yield
-        return
-    stop = threading.Event()
-    groups = len({file.group for file in plan.inputs})
-    totals = {
-        "hash": len(plan.inputs),
-        "judge": groups * plan.ranges,
-        "clean": len(plan.inputs),
-        "regroup": 0,
-    }
-    thread = threading.Thread(target=_report, args=(plan, totals, stop), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-
-
-def _report(plan: Plan, totals: dict[str, int], stop: threading.Event) -> None:
-    begin = time.monotonic()
-    live = sys.stderr.isatty() and "CI" not in os.environ
-    last = ""
-    while not stop.wait(_PROGRESS_S):
-        done = timings.pieces_done(plan)
-        parts = [
-            f"{name} {done.get(name, 0)}" + (f"/{total}" if total else "")
-            for name, total in totals.items()
-        ]
-        line = "  ".join(parts)
-        if live:
-            print(f"\r{line}  {time.monotonic() - begin:.0f} s", end="", file=sys.stderr)
-        elif line != last:
-            print(f"{line}  {time.monotonic() - begin:.0f} s", file=sys.stderr)
-        last = line
-    if live and last:
-        print(file=sys.stderr)
