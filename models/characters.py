@@ -156,15 +156,26 @@ class CharacterTable:
     """The image of every code point: 4.4 MB, made in about 0.3 s."""
 
     def __init__(self, fold: Callable[[str], str], depends: Callable[[str], bool]) -> None:
-        """Tabulate `fold` (to one character, or "" to delete it).
+        """Tabulate `fold` (to one character, or "" to delete it; of ASCII, to one below U+0100).
 
-        depends: whether a character's image can depend on the characters beside it.
+        depends: whether a character's image can depend on the characters beside it; no ASCII can.
         """
         self._values = np.arange(_CODE_POINTS, dtype=np.uint32)
         for character in _characters():
             image = fold(character)
             value = np.uint32(ord(image) if image else 0)
             self._values[ord(character)] = value | _DEPENDS if depends(character) else value
+
+        images = self._values[:128].tolist()
+        self._ascii_images = bytes([*images, *range(128, 256)])
+        self._ascii_deleted = bytes(c for c in range(128) if images[c] == 0)
+
+    def fold_ascii(self, text: str) -> bytes:
+        """The images of a text in ASCII, without what is deleted: `fold`, some ten times as fast.
+
+        Raises UnicodeEncodeError for other text.
+        """
+        return text.encode("ascii").translate(self._ascii_images, self._ascii_deleted)
 
     def fold(self, text: str) -> Folded:
         """The image of each code point, whatever stands beside it."""

@@ -69,6 +69,8 @@ def _unknown_profile(profile: str) -> UserError:
 def _ccnet(text: str) -> str:
     text = text.strip()
     table = _ccnet_table()
+    if text.isascii():
+        return table.fold_ascii(text).decode()
     folded = table.fold_or_none(text)
     if folded is None:
         folded = table.fold(unicodedata.normalize("NFD", text.lower()))
@@ -77,6 +79,8 @@ def _ccnet(text: str) -> str:
 
 def _unicode(text: str) -> str:
     table = _unicode_table()
+    if text.isascii():
+        return _trimmed(table.fold_ascii(text).decode())
     folded = table.fold_or_none(text)
     if folded is None:
         folded = table.fold_without_accents(text, _composed_lower_case)
@@ -84,6 +88,10 @@ def _unicode(text: str) -> str:
     if "\u0338" in normalised:
         # Only this mark joins a replacement: a bracket that became < or >.
         normalised = unicodedata.normalize("NFC", normalised)
+    return _trimmed(normalised)
+
+
+def _trimmed(normalised: str) -> str:
     if " \n" in normalised or "\n " in normalised:
         normalised = "\n".join([line.strip(" ") for line in normalised.split("\n")])
     return normalised.strip(" ")

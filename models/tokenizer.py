@@ -13,7 +13,9 @@ import os
 import random
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Literal
 
 import xxhash
@@ -137,6 +139,17 @@ def train_sentencepiece(
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Any:
     """SentencePiece's processor for the file `path`. Raises UserError when it is not a model."""
+    try:
+        state = Path(path).stat()
+    except (OSError, ValueError):
+        state = None  # a URL, or a file that is not there: reading it will tell
+    known = (state.st_ino, state.st_size, state.st_mtime_ns) if state is not None else None
+    return _load(os.fspath(path), known)
+
+
+@lru_cache(maxsize=64)
+def _load(path: str, known: tuple[int, ...] | None) -> Any:
+    """The processor for `path`; `known` is part of the key, so that a new file is read anew."""
     import sentencepiece  # noqa: PLC0415  (mining without a language model does not load it)
 
     processor = sentencepiece.SentencePieceProcessor()
@@ -144,12 +157,12 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
         processor.LoadFromSerializedProto(read_bytes(path))
     except OSError as error:
         raise UserError(
-            f"the tokenizer '{os.fspath(path)}' cannot be read ({error}); get one with: gristmill "
+            f"the tokenizer '{path}' cannot be read ({error}); get one with: gristmill "
             "models fetch, or train one: gristmill models train-ngram"
         ) from error
     except RuntimeError as error:
         raise UserError(
-            f"'{os.fspath(path)}' is not a SentencePiece model; fetch or train it again"
+            f"'{path}' is not a SentencePiece model; fetch or train it again"
         ) from error
     return processor
 

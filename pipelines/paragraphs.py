@@ -28,6 +28,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import compress
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -93,17 +94,27 @@ def paragraph_hashes(texts: Sequence[str], profile: Profile) -> PageParagraphs:
     texts: one for each page: its lines, stripped (`page_lines`), joined by "\n". A page
     gives text.count("\n") + 1 hashes, so an empty page gives one, that of "".
     """
-    keys_of = _keys_function(profile)
-    sha1 = hashlib.sha1
-    digests = [b"".join([sha1(key).digest() for key in keys_of(block)]) for block in _blocks(texts)]
-    by_paragraph = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, _SHA1_BYTES)
-    hashes = np.ascontiguousarray(by_paragraph[:, :_KEY_BYTES]).view("<u8").reshape(-1)
+    plain_keys, other_keys = _key_functions(profile)
     offsets = np.zeros(len(texts) + 1, np.int64)
     np.cumsum([text.count("\n") + 1 for text in texts], out=offsets[1:])
+    # Pages in ASCII need no table of code points, which saves most of their folding.
+    is_plain = np.fromiter(map(str.isascii, texts), bool, len(texts))
+    of_plain = np.repeat(is_plain, np.diff(offsets))
+    hashes = np.empty(of_plain.size, np.uint64)
+    hashes[of_plain] = _hashes(plain_keys, list(compress(texts, is_plain.tolist())))
+    hashes[~of_plain] = _hashes(other_keys, list(compress(texts, (~is_plain).tolist())))
     return PageParagraphs(hashes, offsets)
 
 
-def _blocks(texts: Sequence[str]) -> Iterator[str]:
+def _hashes(keys_of: _Keys, texts: list[str]) -> NDArray[np.uint64]:
+    """The hash of each line of each text, uint64, shape (lines,)."""
+    sha1 = hashlib.sha1
+    digests = [b"".join([sha1(key).digest() for key in keys_of(block)]) for block in _blocks(texts)]
+    by_paragraph = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, _SHA1_BYTES)
+    return np.ascontiguousarray(by_paragraph[:, :_KEY_BYTES]).view("<u8").reshape(-1)
+
+
+def _blocks(texts: list[str]) -> Iterator[str]:
     """Pages joined, so that array calls have enough to do and their arrays stay in cache."""
     block: list[str] = []
     chars = 0
@@ -117,11 +128,15 @@ def _blocks(texts: Sequence[str]) -> Iterator[str]:
         yield "\n".join(block)
 
 
-def _keys_function(profile: Profile) -> Callable[[str], list[bytes]]:
+_Keys = Callable[[str], list[bytes]]
+
+
+def _key_functions(profile: Profile) -> tuple[_Keys, _Keys]:
+    """What gives the keys of pages joined by line feeds: of pages in ASCII, and of any pages."""
     if profile == "ccnet":
-        return _ccnet_keys
+        return _plain_ccnet_keys, _ccnet_keys
     if profile == "unicode":
-        return _unicode_keys
+        return _plain_unicode_keys, _unicode_keys
     raise _unknown_profile(profile)
 
 
@@ -170,6 +185,14 @@ def _unicode_table() -> CharacterTable:
     return CharacterTable(fold, lambda c: is_joined_or_mark(c) and not _is_removed(c))
 
 
+def _plain_ccnet_keys(text: str) -> list[bytes]:
+    return _ccnet_table().fold_ascii(text).split(b"\n")
+
+
+def _plain_unicode_keys(text: str) -> list[bytes]:
+    return _trimmed(_unicode_table().fold_ascii(text))
+
+
 def _ccnet_keys(text: str) -> list[bytes]:
     table = _ccnet_table()
     folded = table.fold_or_none(text)
@@ -183,8 +206,11 @@ def _unicode_keys(text: str) -> list[bytes]:
     folded = table.fold_or_none(text)
     if folded is None:
         folded = table.fold_without_accents(text, _composed)
-    keys = _SPACES.sub(b" ", _utf8(folded))
-    return [key.strip() for key in keys.split(b"\n")]
+    return _trimmed(_utf8(folded))
+
+
+def _trimmed(keys: bytes) -> list[bytes]:
+    return [key.strip() for key in _SPACES.sub(b" ", keys).split(b"\n")]
 
 
 def _composed(text: str) -> str:
