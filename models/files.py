@@ -3,32 +3,35 @@
 Every file that Gristmill publishes goes through `atomic_path`: written under a temporary name
 and renamed, so that no partial file ever stands under a final name. A plain path and a
 `file://` URL are handled with the operating system alone; other URLs go through fsspec
-(gs, s3, hdfs, https), where one PUT of the finished file takes the place of the rename.
+(gs, s3, hdfs, https; `models.remote`), where one PUT of the finished file takes the place of the
+rename.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import hashlib
 import mmap
 import os
 import tempfile
-import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import xxhash
 
+from models import remote, remote_listing
 from models.errors import UserError
 
+# Python and Arrow do not say which file they were writing when the disk was full.
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 TEMPORARY_SUFFIX = ".gristmill-tmp"
 _BLOCK_BYTES = 1 << 20
-_WAITS_S = (1.0, 4.0, 16.0)
-"""Between tries to copy a remote file."""
+_TAIL_BYTES = 1 << 18
+"""What `ranged` reads first of a remote file: all of a small one."""
 
 
 def is_local(url: str | os.PathLike[str]) -> bool:
@@ -48,75 +51,76 @@ def join(base: str | os.PathLike[str], *parts: str) -> str:
 
 
 def filesystem(url: str | os.PathLike[str]) -> tuple[Any, str]:
-    """The fsspec file system of `url`, and the path inside it.
+    """The fsspec file system of `url`, and the path inside it; it caches no directory listing.
 
-    Raises UserError when no file system is known or installed for the scheme.
+    What is done with it directly is not tried again after a failure. Raises UserError when no
+    file system is known or installed for the scheme.
     """
-    try:
-        system, path = fsspec.core.url_to_fs(os.fspath(url))
-    except (ImportError, ValueError) as error:
-        raise UserError(f"'{os.fspath(url)}' cannot be opened: {error}") from None
-    return system, str(path)
+    return remote.connect(url)
 
 
 def find(folder: str | os.PathLike[str], pattern: str) -> list[str]:
-    """Paths below `folder` that match the glob `pattern`; `folder` itself is taken literally."""
+    """Files below `folder` that match the glob `pattern`; `folder` itself is taken literally.
+
+    Paths of a local folder (of folders in it too), URLs of a remote one.
+    """
+    if not is_local(folder):
+        return sorted(remote_listing.glob(os.fspath(folder), pattern))
     system, root = filesystem(folder)
     return sorted(str(path) for path in system.glob(f"{glob.escape(root)}/{pattern}"))
 
 
+def has_magic(pattern: str) -> bool:
+    """Whether `pattern` holds a wildcard: `*`, `?` or `[`."""
+    return remote_listing.has_magic(pattern)
+
+
+def glob_sizes_bytes(pattern: str) -> dict[str, int | None]:
+    """Remote files that match the URL `pattern`, with their sizes where the store tells them.
+
+    Raises OSError; UserError for a wildcard in the name of the bucket or host.
+    """
+    parts = pattern.split("/")
+    first = next(number for number, part in enumerate(parts) if has_magic(part))
+    if first < 3:  # scheme, "", bucket
+        raise UserError(f"'{pattern}' has a wildcard before the first folder: write that name out")
+    return remote_listing.glob("/".join(parts[:first]), "/".join(parts[first:]))
+
+
 def exists(url: str | os.PathLike[str]) -> bool:
-    """Whether something stands at `url`."""
+    """Whether something stands at `url`. Raises OSError when a store does not say."""
     if is_local(url):
         return local_path(url).exists()
-    system, path = filesystem(url)
-    return bool(system.exists(path))
+    try:
+        remote.state(url)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def size_bytes(url: str | os.PathLike[str]) -> int:
     """Size of the file at `url`. Raises OSError when it cannot be read."""
     if is_local(url):
         return local_path(url).stat().st_size
-    system, path = filesystem(url)
-    size = system.info(path).get("size")
+    size = remote.state(url).get("size")
     if size is None:
         raise OSError(f"the server does not say how large {os.fspath(url)!r} is")
     return int(size)
 
 
+def sizes_bytes(urls: Sequence[str]) -> dict[str, int | None]:
+    """Each file in `urls` that is there, with its size where it is known, in few requests."""
+    found: dict[str, int | None] = {}
+    for url in urls:
+        if is_local(url):
+            with contextlib.suppress(OSError):
+                found[url] = size_bytes(url)
+    return found | remote_listing.sizes([url for url in urls if not is_local(url)])
+
+
 def read_bytes(url: str | os.PathLike[str]) -> bytes:
     """The whole file at `url`. Raises OSError."""
-    if is_local(url):
-        return local_path(url).read_bytes()
-    system, path = filesystem(url)
-    with _as_os_errors():
-        return bytes(system.cat_file(path))
-
-
-@contextlib.contextmanager
-def _as_os_errors() -> Iterator[None]:
-    """What a remote file system raises, as the OSError that it means."""
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:  # each file system has errors of its own
-        raise OSError(None, f"{type(error).__name__}: {error}") from error
-
-
-def _copy_down(system: Any, remote: str, path: Path) -> None:
-    """Copy a remote file, again after a passing failure. Raises OSError."""
-    for wait_s in (*_WAITS_S, None):
-        try:
-            with _as_os_errors():
-                system.get_file(remote, str(path))
-            return
-        except (FileNotFoundError, PermissionError, IsADirectoryError):
-            raise
-        except OSError:
-            if wait_s is None:
-                raise
-            time.sleep(wait_s)
+    return local_path(url).read_bytes() if is_local(url) else remote.read(url)
 
 
 @contextlib.contextmanager
@@ -132,8 +136,7 @@ def mapped(url: str | os.PathLike[str]) -> Iterator[memoryview]:
         else:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gristmill-"))
             path = Path(folder) / "copy"
-            system, remote = filesystem(url)
-            _copy_down(system, remote, path)
+            remote.download(url, str(path))
         file = stack.enter_context(path.open("rb"))
         if os.fstat(file.fileno()).st_size == 0:
             yield memoryview(b"")
@@ -147,6 +150,41 @@ def mapped(url: str | os.PathLike[str]) -> Iterator[memoryview]:
             with contextlib.suppress(BufferError):
                 view.release()
                 mapping.close()
+
+
+class Ranged:
+    """A file of `size_bytes` that is read in pieces. Use `ranged`."""
+
+    def __init__(self, size_bytes: int, fetch: Callable[[int, int], memoryview]) -> None:
+        self.size_bytes = size_bytes
+        self._fetch = fetch
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Bytes `start:stop`, cut at the end of the file. Raises OSError."""
+        return self._fetch(start, min(stop, self.size_bytes))
+
+
+@contextlib.contextmanager
+def ranged(url: str | os.PathLike[str]) -> Iterator[Ranged]:
+    """The file at `url` for reading pieces of it: mapped, or by range requests where it is remote.
+
+    The end of a remote file is read at once (it holds the table of contents of the formats that
+    are read this way) and kept. Raises OSError.
+    """
+    if is_local(url):
+        with mapped(url) as view:
+            yield Ranged(len(view), lambda start, stop: view[start:stop])
+        return
+    size = size_bytes(url)
+    tail_start = max(0, size - _TAIL_BYTES)
+    tail = memoryview(remote.read(url, tail_start, size))
+
+    def fetch(start: int, stop: int) -> memoryview:
+        if start >= tail_start:
+            return tail[start - tail_start : stop - tail_start]
+        return memoryview(remote.read(url, start, stop))
+
+    yield Ranged(size, fetch)
 
 
 @contextlib.contextmanager
@@ -175,9 +213,11 @@ def atomic_path(url: str | os.PathLike[str], *, durable: bool = True) -> Iterato
                         os.fsync(file.fileno())
                 temporary.replace(target)
             else:
-                system, remote = filesystem(url)
-                with _as_os_errors():
-                    system.put_file(str(temporary), remote)
+                remote.upload(str(temporary), url)
+        except OSError as error:
+            if error.errno in _NO_ROOM and error.filename is None:
+                raise OSError(error.errno, os.strerror(error.errno), os.fspath(url)) from error
+            raise
         finally:
             with contextlib.suppress(FileNotFoundError):
                 temporary.unlink()
@@ -197,8 +237,19 @@ def sweep(folder: str | os.PathLike[str]) -> None:
                 path.unlink()
 
 
+def remove(url: str | os.PathLike[str]) -> None:
+    """Remove the file at `url`; nothing happens when it is not there."""
+    if is_local(url):
+        local_path(url).unlink(missing_ok=True)
+    else:
+        remote.remove(url)
+
+
 def remove_tree(url: str | os.PathLike[str]) -> None:
     """Remove the folder `url` and all in it; nothing happens when it is not there."""
+    if not is_local(url):
+        remote.remove_tree(url)
+        return
     system, path = filesystem(url)
     if system.exists(path):
         system.rm(path, recursive=True)

@@ -30,16 +30,16 @@ _BLOCK_BYTES = 1 << 18
 class ArrayFile:
     """One open array file. Use `open_arrays`."""
 
-    def __init__(self, view: memoryview, name: str) -> None:
-        self._view = view
+    def __init__(self, file: files.Ranged, name: str) -> None:
+        self._file = file
         self._name = name
-        if len(view) < _TAIL.size:
+        end = file.size_bytes - _TAIL.size
+        if end < 0:
             raise DamagedInput("damaged_array_file", f"'{name}' is cut")
-        length, checksum, magic = _TAIL.unpack(view[-_TAIL.size :])
-        end = len(view) - _TAIL.size
+        length, checksum, magic = _TAIL.unpack(file.read(end, file.size_bytes))
         if magic != _MAGIC or length > end:
             raise DamagedInput("damaged_array_file", f"'{name}' is cut")
-        footer = view[end - length : end]
+        footer = file.read(end - length, end)
         if xxhash.xxh3_64_intdigest(footer) != checksum:
             raise DamagedInput("damaged_array_file", f"'{name}' has a damaged footer")
         parsed = json.loads(bytes(footer))
@@ -65,25 +65,31 @@ class ArrayFile:
         stop = entry["size"] if stop is None else stop
         if not 0 <= start <= stop <= entry["size"]:
             raise IndexError(f"{start}:{stop} of {entry['size']} values in '{name}'")
+        if start == stop:
+            return np.empty(0, dtype)
         base, end = entry["offset"], entry["offset"] + entry["size"] * dtype.itemsize
         first = start * dtype.itemsize // _BLOCK_BYTES
         last = -(-stop * dtype.itemsize // _BLOCK_BYTES)
+        low = base + first * _BLOCK_BYTES
+        raw = self._file.read(low, min(base + last * _BLOCK_BYTES, end))
         for block in range(first, last):
-            low = base + block * _BLOCK_BYTES
-            data = self._view[low : min(low + _BLOCK_BYTES, end)]
+            data = raw[(block - first) * _BLOCK_BYTES : (block - first + 1) * _BLOCK_BYTES]
             if xxhash.xxh3_64_intdigest(data) != entry["blocks"][block]:
                 raise DamagedInput(
                     "damaged_array_file", f"'{self._name}' differs from its checksum in '{name}'"
                 )
-        raw = self._view[base + start * dtype.itemsize : base + stop * dtype.itemsize]
-        return np.frombuffer(raw, dtype=dtype).copy()
+        wanted = raw[base + start * dtype.itemsize - low : base + stop * dtype.itemsize - low]
+        return np.frombuffer(wanted, dtype=dtype).copy()
 
 
 @contextlib.contextmanager
 def open_arrays(url: str | PathLike[str]) -> Iterator[ArrayFile]:
-    """Open an array file. Raises OSError, or DamagedInput when it is cut or damaged."""
-    with files.mapped(url) as view:
-        yield ArrayFile(view, str(url))
+    """Open an array file; of a remote one, only what is asked for is fetched.
+
+    Raises OSError, or DamagedInput when it is cut or damaged.
+    """
+    with files.ranged(url) as file:
+        yield ArrayFile(file, str(url))
 
 
 def write_arrays(

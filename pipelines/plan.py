@@ -21,6 +21,7 @@ from models.language_id import LanguageIdentifier
 from models.languages import check_codes
 from models.ngram import check_model, find_language_models
 from models.registry import load_registry
+from models.remote_models import fetch_folder, local_model
 from models.tokenizer import load_tokenizer
 from pipelines.buckets import Cutoffs, read_cutoffs
 from pipelines.crawl import CrawlManifest, shard_ranges
@@ -28,9 +29,9 @@ from pipelines.dedup import MAX_RANGES
 from pipelines.index import check_index, index_xxh3
 from pipelines.recipe import CUTOFFS_OF_RUN, MineRecipe
 
-FORMAT = 1
+FORMAT = 2
 """Part of every staging name: raised when a change of code changes staging bytes."""
-_KEYS_PER_STORED_BYTE = 0.03  # a gzip WET file of 70 MB holds about two million paragraphs
+KEYS_PER_STORED_BYTE = 0.03  # a gzip WET file of 70 MB holds about two million paragraphs
 _KEYS_PER_RANGE = 4_000_000
 
 
@@ -47,12 +48,17 @@ class InputFile(BaseModel):
 
 
 class ModelFile(BaseModel):
-    """One model file in use. `name` shows in the manifest, `path` is on this machine."""
+    """One model file in use. `name` shows in the manifest, `path` may be a URL for workers."""
 
     model_config = ConfigDict(frozen=True)
     name: str
     path: str
     sha256: str
+    state: tuple[int, ...] = ()
+
+    def local(self) -> str:
+        """The path of the file on this machine, fetched if need be. Raises OSError, Fault."""
+        return local_model(self.path, self.sha256)
 
 
 class LanguageModel(BaseModel):
@@ -140,8 +146,10 @@ def _inputs(recipe: MineRecipe) -> tuple[InputFile, ...]:
     urls: list[str] = []
     shards: list[int] = []
     shards_so_far = 0
+    remote = [e for e in recipe.input.paths if not (files.is_local(e) or e.endswith(".json"))]
+    sizes = files.sizes_bytes(remote)
     for entry in recipe.input.paths:
-        found, count = _expand(entry)
+        found, count = _expand(entry, sizes)
         urls += [url for url, _ in found]
         shards += [
             shards_so_far + (number if shard is None else shard)
@@ -152,6 +160,7 @@ def _inputs(recipe: MineRecipe) -> tuple[InputFile, ...]:
     place, times = places.most_common(1)[0]
     if times > 1:
         raise UserError(f"input '{place}' is given twice: remove it once from input.paths")
+    sizes |= files.sizes_bytes([url for url in urls if url not in sizes])
     if recipe.input.num_shards is not None:
         for shard, (start, stop) in enumerate(shard_ranges(len(urls), recipe.input.num_shards, -1)):
             shards[start:stop] = [shard] * (stop - start)
@@ -165,7 +174,7 @@ def _inputs(recipe: MineRecipe) -> tuple[InputFile, ...]:
             index=index,
             name=name,
             url=url,
-            bytes=_size(url),
+            bytes=sizes.get(url) or 0,  # of one that cannot be asked, the hash pass names the fault
             shard=shard,
             group=shard // shards_in_group,
         )
@@ -176,35 +185,52 @@ def _inputs(recipe: MineRecipe) -> tuple[InputFile, ...]:
 Found = list[tuple[str, int | None]]
 
 
-def _expand(entry: str) -> tuple[Found, int | None]:
-    """WET files of one entry of input.paths; with shards, and their number, from a manifest."""
+def _expand(entry: str, sizes: dict[str, int | None]) -> tuple[Found, int | None]:
+    """WET files of one entry of input.paths; with shards, and their number, from a manifest.
+
+    sizes: bytes of the remote files known so far; those that a listing tells are added.
+    """
     if entry.endswith(".json"):
         manifest = CrawlManifest.read(entry)
         if not manifest.files:
             raise UserError(f"the crawl manifest '{entry}' lists no file: make it again")
         return [(file.url, file.shard) for file in manifest.files], manifest.num_shards
-    system, path = files.filesystem(entry)
     try:
-        matches = [path] if entry and system.isfile(path) else []
-        if not matches and system.isdir(path):
-            raise UserError(f"input '{entry}' is a folder: name the files in it, as '{entry}/*.gz'")
-        if not matches and any(c in entry for c in "*?["):
-            matches = sorted(match for match in system.glob(path) if system.isfile(match))
+        matches = _local_matches(entry) if files.is_local(entry) else _remote_matches(entry, sizes)
     except OSError as error:
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"input '{entry}' cannot be looked up: {error}") from None
     if not matches:
         raise UserError(f"input '{entry}' matches no file: check the path in input.paths")
-    if files.is_local(entry):
-        return [(match, None) for match in matches], None
-    return [(system.unstrip_protocol(match), None) for match in matches], None
+    return [(match, None) for match in matches], None
 
 
-def _size(url: str) -> int:
-    """Stored bytes, 0 when the file cannot be asked: the hash pass then names the failure."""
-    try:
-        return files.size_bytes(url)
-    except OSError:
-        return 0
+def _local_matches(entry: str) -> list[str]:
+    system, path = files.filesystem(entry)
+    if entry and system.isfile(path):
+        return [path]
+    if system.isdir(path):
+        raise UserError(_is_a_folder(entry))
+    if not files.has_magic(entry):
+        return []
+    return sorted(match for match in system.glob(path) if system.isfile(match))
+
+
+def _remote_matches(entry: str, sizes: dict[str, int | None]) -> list[str]:
+    if entry in sizes:  # before any wildcard: a web address may hold a question mark
+        return [entry]
+    if files.has_magic(entry):
+        found = files.glob_sizes_bytes(entry)
+        sizes.update(found)
+        return sorted(found)
+    if files.exists(entry):
+        raise UserError(_is_a_folder(entry))
+    return []
+
+
+def _is_a_folder(entry: str) -> str:
+    return f"input '{entry}' is a folder: name the files in it, as '{entry}/*.gz'"
 
 
 def _names(urls: Sequence[str]) -> list[str]:
@@ -220,15 +246,25 @@ def _names(urls: Sequence[str]) -> list[str]:
 
 def _model_file(path: str, name: str | None = None) -> ModelFile:
     return ModelFile(
-        name=name or posixpath.basename(path), path=path, sha256=files.sha256_file(path)
+        name=name or posixpath.basename(path),
+        path=path,
+        state=file_state(path),
+        sha256=files.sha256_file(path),
     )
+
+
+def file_state(path: str) -> tuple[int, ...]:
+    """Size, time of change and inode of a local file: what changes when it is replaced."""
+    found = files.local_path(path).stat()
+    return found.st_size, found.st_mtime_ns, found.st_ino
 
 
 def _language_models(recipe: MineRecipe) -> dict[str, LanguageModel]:
     folder = recipe.quality.models
     if folder is None:
         return {}
-    found = find_language_models(folder, profile=recipe.quality.profile)
+    local = folder if files.is_local(folder) else fetch_folder(folder)
+    found = find_language_models(local, profile=recipe.quality.profile)
     if not found:
         raise UserError(
             f"quality.models = '{folder}' holds no model: it needs LANGUAGE.sp.model with "
@@ -254,7 +290,7 @@ def _cutoffs(recipe: MineRecipe) -> dict[str, tuple[float, float]] | None:
 
 
 def _ranges(stored_bytes: int) -> int:
-    wanted = stored_bytes * _KEYS_PER_STORED_BYTE / _KEYS_PER_RANGE
+    wanted = stored_bytes * KEYS_PER_STORED_BYTE / _KEYS_PER_RANGE
     ranges = 1
     while ranges < wanted and ranges < MAX_RANGES:
         ranges *= 2

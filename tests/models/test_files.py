@@ -10,7 +10,7 @@ import fsspec
 import pytest
 import xxhash
 
-from models import files
+from models import files, remote
 from models.errors import UserError
 
 
@@ -89,24 +89,36 @@ def test_an_unknown_scheme_is_the_users_mistake() -> None:
 class Flaky:
     """A remote file system that fails some times, in its own way."""
 
-    def __init__(self, failures: list[Exception]) -> None:
+    protocol = "flaky"
+
+    def __init__(self, failures: list[Exception | bytes]) -> None:
         self.failures = failures
         self.tries = 0
 
+    def info(self, remote: str) -> dict[str, Any]:
+        return {"type": "file", "size": len(b"content")}
+
     def get_file(self, remote: str, local: str) -> None:
         self.tries += 1
-        if self.failures:
-            raise self.failures.pop(0)
-        Path(local).write_bytes(b"content")
+        failure = self.failures.pop(0) if self.failures else b"content"
+        if isinstance(failure, Exception):
+            raise failure
+        Path(local).write_bytes(failure)
+
+
+class HTTPStatusError(Exception):
+    def __init__(self, status: int) -> None:
+        super().__init__(str(status))
+        self.status = status
 
 
 def test_a_passing_failure_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr("time.sleep", waits.append)
 
-    def read(*failures: Exception) -> tuple[Any, int]:
+    def read(*failures: Exception | bytes) -> tuple[Any, int]:
         system = Flaky(list(failures))
-        monkeypatch.setattr(files, "filesystem", lambda url: (system, "x"))
+        monkeypatch.setattr(remote, "connect", lambda url: (system, "x"))
         try:
             with files.mapped("far://x") as view:
                 return bytes(view), system.tries
@@ -114,8 +126,18 @@ def test_a_passing_failure_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> No
             return error, system.tries
 
     assert read(RuntimeError("503"), TimeoutError()) == (b"content", 3)
-    assert waits == [1.0, 4.0]
+    assert [round(wait / full, 9) <= 1.0 for wait, full in zip(waits, [1, 4], strict=True)] == [
+        True, True]  # fmt: skip
+    assert waits[0] >= 0.5
+    assert waits[1] >= 2
+    assert read(b"cont", b"") == (b"content", 3)
+    assert read(HTTPStatusError(503), HTTPStatusError(429)) == (b"content", 3)
     error, tries = read(*(RuntimeError("503") for _ in range(9)))
-    assert (str(error.strerror), tries) == ("RuntimeError: 503", 4)
-    error, tries = read(FileNotFoundError(2, "gone"))
-    assert (error.strerror, tries) == ("gone", 1)
+    assert (error.strerror, error.filename, tries) == ("RuntimeError: 503", "far://x", 4)
+    error, tries = read(*(b"cont" for _ in range(9)))
+    assert (error.strerror, tries) == ("4 of 7 bytes came through", 4)
+    for final in (FileNotFoundError(2, "gone"), PermissionError(13, "gone"), OSError(28, "gone")):
+        error, tries = read(final)
+        assert (type(error), error.strerror, tries) == (type(final), "gone", 1)
+    error, tries = read(HTTPStatusError(403))
+    assert (error.strerror, tries) == ("HTTPStatusError: 403", 1)

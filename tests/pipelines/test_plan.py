@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from pipelines.plan import _names, _ranges, make_plan, read_plan
+from models.errors import UserError
+from pipelines.plan import _inputs, _names, _ranges, make_plan, read_plan
 from pipelines.recipe import load_recipe
+from tests.misbehaving_server import Reply, misbehaving_server
 from tests.pipelines.wet_files import Page, write_wet
 
 
@@ -60,3 +63,16 @@ def test_dedup_groups(
     assert [file.group for file in plan.inputs] == groups
     assert [file.name for file in plan.inputs] == [f"{n}.warc.wet.gz" for n in range(5)]
     assert read_plan(plan.write()) == plan
+
+
+def test_web_addresses_are_inputs() -> None:
+    """A question mark is no wildcard there, and not every server says how long a file is."""
+    with misbehaving_server() as server:
+        urls = [server.script("/a.gz", Reply(b"12345")),
+                server.script("/b.gz?version=1", Reply(b"123", declared_bytes=-1))]  # fmt: skip
+        inputs = _inputs(load_recipe("default", [f"input.paths={json.dumps(urls)}"]))
+        assert [(file.url, file.bytes) for file in inputs] == [(urls[0], 5), (urls[1], 0)]
+        with pytest.raises(UserError, match=r"none\.gz' matches no file"):
+            _inputs(
+                load_recipe("default", [f"input.paths={json.dumps([server.base + '/none.gz'])}"])
+            )
