@@ -173,7 +173,8 @@ def remove_tree(url: str | os.PathLike[str]) -> None:
 
     def once() -> None:
         if system.exists(path):
-            system.rm(path, recursive=True)
+            with contextlib.suppress(FileNotFoundError):  # another command removes it too
+                system.rm(path, recursive=True)
             if system.exists(path):
                 raise OSError(errno.ENOTEMPTY, "some files could not be removed")
 

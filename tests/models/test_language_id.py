@@ -7,6 +7,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import fasttext
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 
 from models import language_id
 from models.errors import UserError
+from models.fasttext_classifier import FastTextClassifier
+from models.fasttext_model import read_fasttext_model
 from models.language_id import LanguageIdentifier, passes
 from models.languages import parse_label
 
@@ -30,19 +33,18 @@ def golden(golden_dir: Path) -> dict[str, Any]:
 
 
 class _FakeModel:
-    """Answers every text with the same label and score, as fastText's binding does."""
+    """Answers every text with its only label and the same score."""
 
-    def __init__(self, label: str, score: float) -> None:
-        self.f = self
-        self._answer = [(score, label)]
+    def __init__(self, score: float) -> None:
+        self._score = score
 
-    def predict(self, *_: object) -> list[tuple[float, str]]:
-        return self._answer
+    def best(self, lines: list[str]) -> tuple[Any, Any]:
+        return np.zeros(len(lines), np.int64), np.full(len(lines), self._score)
 
 
 def _answering(monkeypatch: pytest.MonkeyPatch, label: str, score: float) -> None:
-    codes = {label: language_id._canonical(label)}
-    monkeypatch.setattr(language_id, "_load", lambda _: (_FakeModel(label, score), codes))
+    codes = [language_id._canonical(label)]
+    monkeypatch.setattr(language_id, "_load", lambda *_: (_FakeModel(score), codes))
 
 
 def test_ccnet_vectors(golden: dict[str, Any], lid176: str) -> None:
@@ -146,11 +148,12 @@ def test_any_text_gets_a_known_code_and_a_score(lid176: str, texts: list[str]) -
 
 
 def test_every_label_of_lid176_keeps_its_name(lid176: str) -> None:
-    _, codes = language_id._load(lid176)
+    labels = [label.decode() for label in read_fasttext_model(lid176).labels]
+    _, codes = language_id._load(lid176, "auto")
     assert len(codes) == 176
-    assert all(label == f"__label__{code}" for label, code in codes.items())
-    assert all(parse_label(label)[0] == code for label, code in codes.items())
-    assert LanguageIdentifier(lid176).languages() == set(codes.values())
+    assert labels == [f"__label__{code}" for code in codes]
+    assert [parse_label(label)[0] for label in labels] == codes
+    assert LanguageIdentifier(lid176).languages() == set(codes)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +172,7 @@ def test_labels_of_other_models(monkeypatch: pytest.MonkeyPatch, label: str, cod
 
 def test_predict_works_under_this_numpy(lid176: str) -> None:
     # The archived fastText raises here under NumPy 2 (fasttext-wheel issue 10).
-    model, _ = language_id._load(lid176)
+    model = fasttext.load_model(lid176)
     labels, scores = model.predict("This is plain English")
     assert (labels, float(scores[0]) > 0.5) == (("__label__en",), True)
     assert model.predict(["This is plain English"])[0] == [["__label__en"]]
@@ -184,6 +187,7 @@ def test_one_handle_a_process_and_small_to_send(
     first.identify(["one"])
     second.identify(["two"])
     assert language_id._load.cache_info().misses == 1
+    LanguageIdentifier(lid176, engine="fasttext").identify(["three"])
     assert len(pickle.dumps(first)) < 500
     assert capfd.readouterr() == ("", "")  # fastText's warning at loading is not shown
 
@@ -202,3 +206,17 @@ def test_bad_settings_are_user_errors() -> None:
         LanguageIdentifier("x", max_chars=0)
     with pytest.raises(UserError, match="profile 'fast'"):
         LanguageIdentifier("x", "fast")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="engine 'ours'; valid: 'auto', 'fasttext'"):
+        LanguageIdentifier("x", engine="ours")  # type: ignore[arg-type]
+
+
+def test_a_surrogate_is_read_as_a_question_mark(lid176: str) -> None:
+    for engine in ("auto", "fasttext"):
+        identifier = LanguageIdentifier(lid176, engine=engine)
+        odd, plain = identifier.identify(["ein \ud800 Haus", "ein ? Haus"])[1]
+        assert odd == plain > 0
+
+
+def test_the_engine_is_ours_unless_asked(lid176: str) -> None:
+    assert isinstance(language_id._load(lid176, "auto")[0], FastTextClassifier)
+    assert not isinstance(language_id._load(lid176, "fasttext")[0], FastTextClassifier)
