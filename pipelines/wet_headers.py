@@ -39,6 +39,20 @@ KNOWN_NAMES = frozenset(
 )
 _SPELLING = {name.lower(): name for name in KNOWN_NAMES}
 _SPACE = " \t\r\x0c"
+_VALUE = rb"(\S(?:.*\S)?)\r\n"
+# The header of a page just as Common Crawl writes it; `parse_headers` gives the same for it.
+# Groups: URI, date, record ID, digest, language (None when absent), length.
+USUAL_PAGE = re.compile(
+    rb"WARC/1\.[01]\r\nWARC-Type: conversion\r\n"
+    rb"(?:WARC-Target-URI: " + _VALUE + rb")?"
+    rb"(?:WARC-Date: " + _VALUE + rb")?"
+    rb"(?:WARC-Record-ID: " + _VALUE + rb")?"
+    rb"(?:WARC-Refers-To: [^\n]*\n)?"
+    rb"(?:WARC-Block-Digest: " + _VALUE + rb")?"
+    rb"(?:WARC-Identified-Content-Language: " + _VALUE + rb")?"
+    rb"(?:Content-Type: [^\n]*\n)?"
+    rb"Content-Length: ([0-9]{1,%d})\r\n\r\n" % _MAX_LENGTH_DIGITS
+)
 
 
 def content_length(fields: dict[str, str]) -> int | None:

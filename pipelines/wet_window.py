@@ -177,14 +177,23 @@ class Window:
         index = self.position + rel
         if index == 0 or self.text[index - 1] == 0x0A:
             return True
+        return rel in self.member_starts(rel, rel + 1)
+
+    def member_starts(self, start: int, stop: int) -> Iterator[int]:
+        """Each `rel` in [start, stop) that is the first byte of a gzip member or zstd frame."""
         if self._exact:
-            return False
-        block = bisect_left(self._at, self._base + index)
-        return (
-            block < len(self._at)
-            and self._at[block] == self._base + index
-            and self._stored[block] == self._member[block]
-        )
+            return
+        base = self._base + self.position
+        for block in range(bisect_left(self._at, base + start), bisect_left(self._at, base + stop)):
+            if self._stored[block] == self._member[block]:
+                yield self._at[block] - base
+
+    def next_record_member(self, start: int, stop: int) -> int:
+        """The first `rel` in [start, stop) where a member begins with a record, or `stop`."""
+        for rel in self.member_starts(start, stop):
+            if VERSION_LINE.match(self.text, self.position + rel):
+                return rel
+        return stop
 
     def is_typed(self, headers: int) -> bool:
         """Whether the header lines at `text[headers:]` name a type, or end with the data."""

@@ -11,10 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipelines import containers
 from tests.pipelines.wet_files import (
     CONTAINERS,
     EXPECTED,
     MEMBERS,
+    NEXT,
+    NEXT_PAGE,
     RECORDS,
     STARTS,
     STORED,
@@ -26,6 +29,7 @@ from tests.pipelines.wet_files import (
     record,
     sample_records,
     store,
+    warcinfo,
     zstd_frames,
 )
 
@@ -197,6 +201,47 @@ def test_a_record_across_members_and_damage_in_them() -> None:
     assert len(pages) >= 26
     # The record that ran into the damaged member, and one that began in it.
     assert 1 <= reader.counts.lost <= 3
+
+
+# What the fuzzer found
+
+
+@pytest.mark.parametrize("container", ["gzip members", "zstd frames"])
+def test_a_header_line_cut_by_its_member_does_not_take_in_the_next_record(container: str) -> None:
+    """The page of the next member was lost without a trace, as lines of the cut header."""
+    for cut in range(12, 60):
+        first = warcinfo()[:cut]
+        pages, reader = read(store([first, RECORDS[1]], container))
+        assert pages == EXPECTED[:1]
+        (loss,) = reader.losses
+        assert (loss.offset, loss.reason) == (0, "truncated_record")
+        assert loss.offset + loss.bytes == len(store([first], container))
+
+
+@pytest.mark.parametrize("container", ["gzip members", "zstd frames"])
+@pytest.mark.parametrize("junk", [b"junk\r\n", b"\njunk"])
+def test_the_end_of_its_member_vouches_for_a_length(container: str, junk: bytes) -> None:
+    """LF LF and no digest: the junk of the next member became the end of the page."""
+    page = record(b"a page\n", eol=b"\n", digest=False)
+    pages, reader = read(store([page, junk, NEXT], container))
+    assert pages == [Page("http://a.example/", b"a page\n"), NEXT_PAGE]
+    assert reader.counts.length_corrected == 0
+    size = len(store([page], container))
+    # Line ends that begin a member are passed over; the block that holds them is lost whole.
+    assert losses(reader) == [(size, len(store([junk], container)), "not_warc", False)]
+
+
+def test_a_damaged_member_does_not_read_on_in_the_next_one() -> None:
+    """Its last step ran over the beginning of the next member, and so did its offsets."""
+    for cut in range(20, len(MEMBERS[2]) - 1):
+        stored = MEMBERS[1] + MEMBERS[2][:cut] + MEMBERS[3]
+        end = len(MEMBERS[1]) + cut
+        for item in containers.read(memoryview(stored)):
+            if isinstance(item, containers.Chunk) and item.fault:
+                assert item.stored[-1] < item.stored_end <= end
+        pages, reader = read(stored)
+        assert pages == [EXPECTED[0], EXPECTED[2]]
+        assert losses(reader) == [(len(MEMBERS[1]), cut, "damaged_member", True)]
 
 
 # Any bytes
