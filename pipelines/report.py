@@ -55,25 +55,30 @@ def funnel(manifest: Manifest) -> str:
 def _files(manifest: Manifest) -> str:
     failed = sum(bool(entry.failed) for entry in manifest.inputs)
     stored = sum(entry.bytes for entry in manifest.inputs)
-    text = f"{len(manifest.inputs):,} WET files, {_size(stored)}"
+    text = f"{len(manifest.inputs):,} WET files, {size(stored)}"
     if failed:
         text += f" ({failed:,} could not be read)"
     written = sum(output.bytes for output in manifest.outputs)
-    return f"{text} -> {len(manifest.outputs):,} Parquet files, {_size(written)}"
+    return f"{text} -> {len(manifest.outputs):,} Parquet files, {size(written)}"
 
 
 Row = tuple[str, str, str, str]
 
 
 def _steps(name: str, count: int, of: int, dropped: Mapping[str, int] | None = None) -> list[Row]:
-    rows = [(f"  {name}", f"{count:,}", _share(count, of), "")]
+    rows = [(f"  {name}", f"{count:,}", share(count, of), "")]
     for reason, number in (dropped or {}).items():
-        meaning = REASONS.get(reason) or f"page dropped: {REASONS.get(reason[5:], reason[5:])}"
-        rows.append((f"  - {reason}", f"{number:,}", _share(number, of), meaning))
+        rows.append((f"  - {reason}", f"{number:,}", share(number, of), meaning(reason)))
     return rows
 
 
-def _share(count: int, of: int) -> str:
+def meaning(reason: str) -> str:
+    """What a reason of the manifest says, in words."""
+    return REASONS.get(reason) or f"page dropped: {REASONS.get(reason[5:], reason[5:])}"
+
+
+def share(count: int, of: int) -> str:
+    """`count` in percent of `of`; empty when there is nothing to share."""
     return f"{100 * count / of:.1f} %" if of else ""
 
 
@@ -124,7 +129,8 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
-def _size(count: int) -> str:
+def size(count: int) -> str:
+    """Bytes in the unit that suits them, of powers of 1000."""
     value = float(count)
     for unit in ("bytes", "kB", "MB", "GB"):
         if value < 1000:

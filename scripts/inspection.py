@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from models import files
 from models.errors import UserError
+from pipelines.html_report import write_html_report
 from pipelines.manifest import (
     MANIFEST_FILE,
     Manifest,
@@ -23,7 +24,7 @@ from pipelines.manifest import (
     read_manifest,
 )
 from pipelines.regroup import PAGES
-from pipelines.report import funnel
+from pipelines.report import funnel, size
 from pipelines.wet import Record, WetReader
 
 _PREVIEW_CHARS = 600
@@ -31,9 +32,16 @@ _BATCH_ROWS = 1000
 
 
 def inspect(
-    target: str, *, verify: bool, as_json: bool, sample: Sequence[str] | None, count: int
+    target: str,
+    *,
+    verify: bool,
+    as_json: bool,
+    sample: Sequence[str] | None,
+    count: int,
+    html: str | None = None,
 ) -> int:
-    """Show `target`; gives the exit code: 1 when `verify` found something wrong."""
+    """Show `target`, or write its report to `html`; gives the exit code: 1 when `verify` found
+    something wrong."""
     if not files.exists(target):
         raise UserError(f"nothing at '{target}': give a manifest, a mined folder, a shard or a WET")
     is_manifest = target.endswith(".json") or files.exists(files.join(target, MANIFEST_FILE))
@@ -41,6 +49,12 @@ def inspect(
         raise UserError(f"--verify and --sample need a mined folder, '{target}' is none")
     if verify and sample is not None:
         raise UserError("--verify and --sample are two questions: give one of them")
+    if html is not None:
+        if verify or as_json or sample is not None:
+            raise UserError(f"--html '{html}' stands alone: leave out --verify, --json, --sample")
+        if not is_manifest:
+            raise UserError(f"--html needs a mined folder or its manifest, '{target}' is none")
+        return _html(target, html)
     if verify and not is_manifest:
         raise UserError(f"--verify needs a mined folder, '{target}' is none")
     if target.endswith(".parquet"):
@@ -55,9 +69,7 @@ def inspect(
 def _manifest(
     target: str, *, verify: bool, as_json: bool, sample: Sequence[str] | None, count: int
 ) -> int:
-    manifest = read_manifest(target)
-    folder = target.rsplit("/", 1)[0] if target.endswith(".json") and "/" in target else target
-    folder = "." if folder.endswith(".json") else folder
+    manifest, folder = read_manifest(target), _folder(target)
     if sample is not None:
         conditions = _conditions(sample)
         rows = _sample_of(manifest, folder, conditions, count)
@@ -74,6 +86,19 @@ def _manifest(
             print()
             print("\n".join(wrong) or f"verified: the sums add up, {files_checked} files as listed")
     return 1 if wrong else 0
+
+
+def _folder(target: str) -> str:
+    """The folder of a manifest, or `target` itself."""
+    if not target.endswith(".json"):
+        return target
+    return (target.rsplit("/", 1)[0] or "/") if "/" in target else "."
+
+
+def _html(target: str, html: str) -> int:
+    size_bytes = write_html_report(read_manifest(target), _folder(target), html)
+    print(f"{html}: {size(size_bytes)}")
+    return 0
 
 
 def verify_manifest(manifest: Manifest, folder: str) -> list[str]:
