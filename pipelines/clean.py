@@ -7,9 +7,11 @@ named by all that they depend on; a report whose file has the right digest is fi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from itertools import compress
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,7 +22,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from models import files
-from models.errors import Fault
+from models.errors import DamagedInput, Fault
 from models.language_id import LanguageIdentifier, passes
 from models.languages import UNDETERMINED, check_codes
 from models.ngram import PageScorer
@@ -28,8 +30,10 @@ from pipelines.arrays import open_arrays
 from pipelines.buckets import histogram
 from pipelines.dedup import FileKeys, apply
 from pipelines.hashing import batches
+from pipelines.model_check import check_models
 from pipelines.pages import Page, read_page
 from pipelines.plan import FORMAT, InputFile, Plan
+from pipelines.sealed import read_sealed, write_sealed
 from pipelines.wet import WetReader
 
 STAGING_SCHEMA = pa.schema(
@@ -75,21 +79,40 @@ Report = dict[str, Any]
 def clean_file(plan: Plan, unit: InputFile, keys_path: str, bits: np.ndarray) -> Report:
     """Apply `bits` (bool, one for each distinct key of `unit`), filter, score, stage.
 
-    Gives the report. Raises Fault when the WET file is not the one that pass 1 hashed.
+    Gives the report. Raises Fault when the WET file is not the one that pass 1 hashed, or a model
+    is not the planned one any more, DamagedInput when the key file is damaged, OSError.
     """
     with open_arrays(keys_path) as file:
         keys, hashed_identity = FileKeys.read(file), file.header["xxh3"]
     base = files.join(plan.staging, "pages", _digest(plan, unit, hashed_identity, bits))
     report = _finished(base)
     if report is None:
-        with files.mapped(unit.url) as data:
+        with _input(unit.url) as data:
             identity = files.xxh3_bytes(data)
             if identity != hashed_identity:
-                raise Fault(f"input '{unit.name}' changed during the run: start again")
+                raise Fault("changed during the run; the next run takes it as it then is")
+            check_models(plan)
             report = _Cleaner(plan, unit, keys, bits).run(data, base)
+            check_models(plan)
+            if files.xxh3_bytes(data) != identity:
+                raise Fault("changed while it was read; the next run takes it as it then is")
             report["input"] = {"bytes": len(data), "xxh3": identity}
-        files.write_atomic(f"{base}.json", json.dumps(report, sort_keys=True), durable=False)
+        write_sealed(f"{base}.json", report)
     return report | {"path": f"{base}.parquet", "drops_path": f"{base}.drops.parquet"}
+
+
+@contextlib.contextmanager
+def _input(url: str) -> Iterator[memoryview]:
+    """The bytes of a WET file that pass 1 has read. Raises Fault when they are gone."""
+    with contextlib.ExitStack() as stack:
+        try:
+            data = stack.enter_context(files.mapped(url))
+        except OSError as error:
+            raise Fault(
+                f"cannot be read any more ({error.strerror or error}): put it back, or leave it "
+                "out and add --restart"
+            ) from error
+        yield data
 
 
 def _digest(plan: Plan, unit: InputFile, identity: str, bits: np.ndarray) -> str:
@@ -114,11 +137,11 @@ def _digest(plan: Plan, unit: InputFile, identity: str, bits: np.ndarray) -> str
 
 def _finished(base: str) -> Report | None:
     try:
-        report: Report = json.loads(files.read_bytes(f"{base}.json"))
+        report: Report = read_sealed(f"{base}.json")
         good = report["xxh3"] == files.xxh3_file(f"{base}.parquet")
         if good and report["drops_xxh3"]:
             good = report["drops_xxh3"] == files.xxh3_file(f"{base}.drops.parquet")
-    except (OSError, ValueError, KeyError):
+    except (OSError, DamagedInput):
         return None
     return report if good else None
 
@@ -131,14 +154,22 @@ class _Cleaner:
         self.recipe = plan.recipe
         self.unit = unit
         kept = apply(keys, bits, self.recipe.dedup.within_page)
-        self.mask, self.repeated = kept.mask, kept.repeated_in_page
+        mask, repeated = kept.mask, kept.repeated_in_page
+        empty = np.zeros(mask.size, bool)
         if self.recipe.paragraphs.profile == "unicode":
-            self.empty = (keys.distinct == _EMPTY_KEY)[keys.inverse]
-            self.mask = self.mask & ~self.empty
-            self.repeated = self.repeated & ~self.empty
-        else:
-            self.empty = np.zeros(self.mask.size, bool)
-        self.offsets = keys.offsets
+            empty = (keys.distinct == _EMPTY_KEY)[keys.inverse]
+            mask, repeated = mask & ~empty, repeated & ~empty
+        self.mask = mask
+        # By page: how many paragraphs there are, how many stay, and why the others do not.
+        self.sizes = np.diff(keys.offsets).tolist()
+        self.kept = _by_page(mask, keys.offsets)
+        self.empty = _by_page(empty, keys.offsets)
+        self.repeated = _by_page(repeated, keys.offsets)
+        places = np.flatnonzero(mask)
+        starts = np.repeat(keys.offsets[:-1], self.kept)
+        self.line_ids = (places - starts).astype(np.int32)  # of what stays, in its page
+        self.next_line = 0  # of `mask`
+        self.next_kept = 0  # of `line_ids`
         self.pages: Counter[str] = Counter()
         self.paragraphs: Counter[str] = Counter()
         self.kept_paragraphs = 0
@@ -147,7 +178,7 @@ class _Cleaner:
         self.drops: list[dict[str, Any]] = []
         self.next_page = 0
         self.identifier = LanguageIdentifier(
-            plan.language_id.path, self.recipe.language.profile, self.recipe.language.max_chars
+            plan.language_id.local(), self.recipe.language.profile, self.recipe.language.max_chars
         )
         self.allow = frozenset(check_codes(self.recipe.language.allow))
         self.deny = frozenset(check_codes(self.recipe.language.deny))
@@ -156,7 +187,7 @@ class _Cleaner:
         reader = WetReader(data)
         for batch in batches(self._entering(reader)):
             self._clean_batch(batch)
-        if self.next_page != self.offsets.size - 1:
+        if self.next_page != len(self.sizes):
             raise Fault(f"'{self.unit.name}' has {self.next_page} pages, its key file others")
         table = pa.concat_tables([STAGING_SCHEMA.empty_table(), *self.tables])
         self.tables.clear()
@@ -204,32 +235,37 @@ class _Cleaner:
 
     def _clean_batch(self, batch: list[Page]) -> None:
         kept_pages, texts, line_ids, sizes = [], [], [], []
+        lines_of_batch = sum(len(page.lines) for page in batch)
+        mask = self.mask[self.next_line : self.next_line + lines_of_batch].tolist()
+        line = 0
         for page in batch:
-            lines = page.lines
-            start, stop = self.offsets[self.next_page : self.next_page + 2]
-            if stop - start != len(lines):
+            if self.next_page == len(self.sizes) or len(page.lines) != self.sizes[self.next_page]:
                 raise Fault(f"'{self.unit.name}' has other paragraphs than its key file")
-            self.next_page += 1
-            self.read_paragraphs += len(lines)
-            mask = self.mask[start:stop]
-            ids = np.flatnonzero(mask)
-            empty, repeated = (
-                int(self.empty[start:stop].sum()),
-                int(self.repeated[start:stop].sum()),
+            kept, empty, repeated = (
+                self.kept[self.next_page],
+                self.empty[self.next_page],
+                self.repeated[self.next_page],
             )
+            self.next_page += 1
+            count = len(page.lines)
+            ids = self.line_ids[self.next_kept : self.next_kept + kept]
+            self.next_kept += kept
+            self.read_paragraphs += count
             self.paragraphs["empty"] += empty
             self.paragraphs["repeated_in_page"] += repeated
-            self.paragraphs["duplicate"] += len(lines) - ids.size - empty - repeated
-            text = "\n".join(compress(lines, mask.tolist()))
+            self.paragraphs["duplicate"] += count - kept - empty - repeated
+            text = "\n".join(compress(page.lines, mask[line : line + count]))
+            line += count
             if not text.strip():  # nothing, or nothing but blank lines
-                self._drop(page, "emptied_by_dedup", paragraphs=ids.size, chars=0)
+                self._drop(page, "emptied_by_dedup", paragraphs=kept, chars=0)
             elif len(text) < self.recipe.pages.min_chars_after:
-                self._drop(page, "too_short_after_dedup", paragraphs=ids.size, chars=len(text))
+                self._drop(page, "too_short_after_dedup", paragraphs=kept, chars=len(text))
             else:
                 kept_pages.append(page)
                 texts.append(text)
                 line_ids.append(ids)
-                sizes.append(ids.size)
+                sizes.append(kept)
+        self.next_line += line
         if not texts:
             return
         languages, scores = self.identifier.identify(texts)
@@ -276,7 +312,7 @@ class _Cleaner:
     ) -> None:
         self.pages[reason] += 1
         if paragraphs:
-            self.paragraphs[f"page_{reason}"] += int(paragraphs)
+            self.paragraphs[f"page_{reason}"] += paragraphs
         if self.recipe.output.drops:
             record = page.record
             self.drops.append(
@@ -297,7 +333,7 @@ class _Cleaner:
     ) -> pa.Table:
         records = [page.record for page in pages]
         starts = np.cumsum([0, *(ids.size for ids in line_ids)])
-        flat = np.concatenate([np.empty(0, np.int64), *line_ids]).astype(np.int32)
+        flat = np.concatenate([np.empty(0, np.int32), *line_ids])
         count = len(pages)
         columns = {
             "url": [record.url for record in records],
@@ -345,8 +381,8 @@ class _Cleaner:
         model = self.plan.language_models.get(language)
         if model is not None:
             scorer = PageScorer(
-                model.tokenizer.path,
-                model.ngram.path,
+                model.tokenizer.local(),
+                model.ngram.local(),
                 self.recipe.quality.profile,
                 min_chars=self.recipe.quality.min_chars,
             )
@@ -360,6 +396,13 @@ class _Cleaner:
             "bytes": pc.sum(pc.binary_length(rows["text"])).as_py(),
             "histogram": sorted(histogram(perplexities).items()),
         }
+
+
+def _by_page(flags: np.ndarray, offsets: np.ndarray) -> list[int]:
+    """How many of `flags`, one for each paragraph, are set on each page."""
+    sums = np.concatenate([[0], np.cumsum(flags)])
+    counts: list[int] = np.diff(sums[offsets]).tolist()
+    return counts
 
 
 def _host(url: str) -> str:

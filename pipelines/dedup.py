@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from os import PathLike
 from typing import Any, Literal
 
 import numpy as np
+import xxhash
 
+from models.errors import DamagedInput
 from pipelines.arrays import ArrayFile, write_arrays
 from pipelines.recipe import MAX_COMMON_PAGES
 
@@ -90,6 +93,42 @@ class Block:
     keys: np.ndarray
     page_counts: np.ndarray
 
+    @classmethod
+    def empty(cls) -> Block:
+        """A block without keys."""
+        return cls(np.empty(0, np.uint64), np.empty(0, np.uint16))
+
+    def to_bytes(self) -> bytes:
+        """For a shuffle: 8 bytes and one bit for each key, 2 more for each on several pages.
+
+        Layout, little endian: XXH3 of the rest (8 bytes); number of keys (4); the keys; one bit
+        for each key, set where its page count is not 1; those counts.
+        """
+        several = self.page_counts != 1
+        rest = b"".join(
+            [
+                np.uint32(self.keys.size).astype("<u4").tobytes(),
+                self.keys.astype("<u8").tobytes(),
+                np.packbits(several).tobytes(),
+                self.page_counts[several].astype("<u2").tobytes(),
+            ]
+        )
+        return xxhash.xxh3_64_intdigest(rest).to_bytes(8, "little") + rest
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Block:
+        """Read back what `to_bytes` wrote. Raises DamagedInput when it is cut or changed."""
+        rest = memoryview(data)[8:]
+        if len(rest) < 4 or xxhash.xxh3_64_intdigest(rest) != int.from_bytes(data[:8], "little"):
+            raise DamagedInput("damaged_block", "a block of keys differs from its checksum")
+        size = int.from_bytes(rest[:4], "little")
+        keys = np.frombuffer(rest, "<u8", size, 4)
+        bits = np.frombuffer(rest, np.uint8, -(-size // 8), 4 + 8 * size)
+        page_counts = np.ones(size, np.uint16)
+        several = np.unpackbits(bits, count=size).astype(bool)
+        page_counts[several] = np.frombuffer(rest, "<u2", offset=4 + 8 * size + bits.size)
+        return cls(keys, page_counts)
+
 
 def _cells_of_range(part: int, parts: int) -> tuple[int, int]:
     """Cells [first, last) of range `part` of `parts`, a power of two up to MAX_RANGES."""
@@ -107,6 +146,16 @@ def read_range(file: ArrayFile, part: int, parts: int) -> Block:
     """The block of range `part` of `parts` from a file of keys."""
     start, stop = range_bounds(file, part, parts)
     return Block(file.read("distinct", start, stop), file.read("page_counts", start, stop))
+
+
+def read_all_ranges(file: ArrayFile, parts: int) -> list[Block]:
+    """The blocks of all `parts` ranges from a file of keys, read once."""
+    keys, page_counts, cells = (file.read(name) for name in ("distinct", "page_counts", "cells"))
+    bounds = [int(cells[_cells_of_range(part, parts)[0]]) for part in range(parts)]
+    return [
+        Block(keys[start:stop], page_counts[start:stop])
+        for start, stop in pairwise([*bounds, int(cells[-1])])
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,20 +179,60 @@ def judge(
     keep: Literal["first", "none"],
     common_pages: int | None = None,
     index: Block | None = None,
+    keys_per_step: int = 2_000_000,
 ) -> Verdict:
     """Decide for each block's each key whether that file keeps it.
 
     `blocks` stand in crawl order and cover one range. A key in `index` is kept nowhere.
     keep="none": kept when a single page in all blocks has it. keep="first": kept by the first
     block that has it, unless `common_pages` pages or more have it (`index` counts included).
+    Works through the range in steps of about `keys_per_step` keys, which fit the processor's
+    caches; beside the blocks and the verdict it holds some 50 bytes for each key of one step.
     """
-    earlier = [index] if index is not None else []
-    rows = [*earlier, *blocks]
+    steps = _steps([*blocks] if index is None else [index, *blocks], keys_per_step)
+    verdicts = [
+        _judge_step(step, keep, common_pages, has_index=index is not None) for step in steps
+    ]
+    if len(verdicts) == 1:
+        return verdicts[0]
+    pieces = zip(*(verdict.keep for verdict in verdicts), strict=True)
+    return Verdict(
+        [np.concatenate(piece) for piece in pieces],
+        Block(
+            np.concatenate([verdict.index.keys for verdict in verdicts]),
+            np.concatenate([verdict.index.page_counts for verdict in verdicts]),
+        ),
+        sum(verdict.distinct for verdict in verdicts),
+        sum(verdict.repeated for verdict in verdicts),
+    )
+
+
+def _steps(rows: list[Block], keys_per_step: int) -> list[list[Block]]:
+    """All rows cut at the same keys, which lie evenly between the smallest and the largest."""
+    count = sum(row.keys.size for row in rows) // keys_per_step
+    if count < 2:
+        return [rows]
+    low = min(int(row.keys[0]) for row in rows if row.keys.size)
+    high = max(int(row.keys[-1]) for row in rows if row.keys.size)
+    edges = np.array([low + (high - low) * i // count for i in range(1, count)], np.uint64)
+    cuts = [[0, *np.searchsorted(row.keys, edges).tolist(), row.keys.size] for row in rows]
+    return [
+        [
+            Block(row.keys[cut[i] : cut[i + 1]], row.page_counts[cut[i] : cut[i + 1]])
+            for row, cut in zip(rows, cuts, strict=True)
+        ]
+        for i in range(count)
+    ]
+
+
+def _judge_step(
+    rows: list[Block], keep: Literal["first", "none"], common_pages: int | None, *, has_index: bool
+) -> Verdict:
+    earlier = int(has_index)
     lengths = [block.keys.size for block in rows]
     total = sum(lengths)
     if total == 0:
-        empty = Block(np.empty(0, np.uint64), np.empty(0, np.uint16))
-        return Verdict([np.empty(0, bool) for _ in blocks], empty, 0, 0)
+        return Verdict([np.empty(0, bool) for _ in rows[earlier:]], Block.empty(), 0, 0)
     keys = np.concatenate([block.keys for block in rows])
     order = np.argsort(keys, kind="stable")  # equal keys stay in crawl order, the index first
     in_order = keys[order]
@@ -159,11 +248,11 @@ def judge(
         wanted = pages < common_pages
     else:
         wanted = np.ones(starts.size, bool)
-    known = order[starts] < (index.keys.size if index is not None else 0)
+    known = order[starts] < (lengths[0] if has_index else 0)
     wanted &= ~known
     kept = np.zeros(total, bool)
     kept[order[starts]] = wanted
-    pieces = np.split(kept, np.cumsum(lengths)[:-1])[len(earlier) :]
+    pieces = np.split(kept, np.cumsum(lengths)[:-1])[earlier:]
     sizes = np.diff(np.append(starts, total))
     only_index = known & (sizes == 1)
     return Verdict(

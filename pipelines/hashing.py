@@ -7,13 +7,14 @@ and normalise paragraphs. One that stands there undamaged is finished work.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from models import files
-from models.errors import DamagedInput
+from models.errors import DamagedInput, Fault
 from pipelines.arrays import open_arrays
 from pipelines.dedup import FileKeys
 from pipelines.pages import Page, read_page
@@ -25,16 +26,24 @@ from pipelines.wet import WetReader
 BATCH_CHARS = 2_000_000
 """Text worked on at a time: enough for vectorised work, small beside everything else."""
 
+# What keeps a sound input from being opened: the machine's fault, not the input's.
+_OF_THE_MACHINE = {
+    errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
+}  # fmt: skip
+
 
 def hash_file(plan: Plan, unit: InputFile) -> str:
     """Write the paragraph keys of `unit` to the staging folder; gives the path of the key file.
 
-    Raises DamagedInput (`unreadable`) when the WET file cannot be opened at all.
+    Raises DamagedInput (`unreadable`) when the WET file cannot be opened at all, Fault when it
+    changed while it was read, OSError when the disk is full.
     """
     with contextlib.ExitStack() as stack:
         try:
             data = stack.enter_context(files.mapped(unit.url))
         except OSError as error:
+            if error.errno in _OF_THE_MACHINE:
+                raise
             # Without paths of this machine: the reason stands in the manifest.
             raise DamagedInput("unreadable", error.strerror or type(error).__name__) from error
         identity = files.xxh3_bytes(data)
@@ -48,6 +57,8 @@ def hash_file(plan: Plan, unit: InputFile) -> str:
             keys = paragraph_hashes(texts, plan.recipe.paragraphs.profile)
             hashes.append(keys.hashes)
             offsets.append(keys.offsets[1:] + offsets[-1][-1])
+        if files.xxh3_bytes(data) != identity:  # or the key file would bear a wrong name for good
+            raise Fault(f"'{unit.name}' changed while it was read")
     keys_of_file = FileKeys.of(
         np.concatenate([np.empty(0, np.uint64), *hashes]), np.concatenate(offsets)
     )

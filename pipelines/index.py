@@ -70,8 +70,10 @@ def read_index_range(folder: str, part: int, parts: int) -> Block:
     for theirs, entry in enumerate(listed):
         if theirs * parts < high and (theirs + 1) * parts > low:
             path = files.join(folder, entry["path"])
-            if files.xxh3_file(path) != entry["xxh3"]:
-                raise DamagedInput("damaged_index", f"'{path}' differs from its digest")
+            if not _is_whole(folder, entry):
+                raise DamagedInput(
+                    "damaged_index", f"'{path}' is missing or differs from its digest"
+                )
             with open_arrays(path) as file:
                 keys, counts = file.read("keys"), file.read("page_counts")
             width = 2**64 // parts
@@ -93,6 +95,19 @@ def write_index_range(folder: str, part: int, parts: int, block: Block) -> dict[
     path = files.join(folder, name)
     write_arrays(path, {"keys": block.keys, "page_counts": block.page_counts}, {})
     return {"path": name, "keys": int(block.keys.size), "xxh3": files.xxh3_file(path)}
+
+
+def damaged_ranges(folder: str) -> list[str]:
+    """Range files of the index in `folder` that are missing or differ from their digest."""
+    listing = json.loads(files.read_bytes(files.join(folder, INDEX_FILE)))
+    return [entry["path"] for entry in listing["ranges"] if not _is_whole(folder, entry)]
+
+
+def _is_whole(folder: str, entry: dict[str, Any]) -> bool:
+    try:
+        return bool(files.xxh3_file(files.join(folder, entry["path"])) == entry["xxh3"])
+    except OSError:
+        return False
 
 
 def index_listing(recipe: MineRecipe, entries: list[dict[str, Any]]) -> str:

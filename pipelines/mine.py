@@ -5,29 +5,30 @@
 
 One root, one leaf, a straight chain: the shape that every Beam runner executes the same way
 (DESIGN §3 "Runners"). Page text passes through no shuffle: passes 1, 3 and 4 read files and write
-files named by content, and what moves are references, bits and counts. Work that stands finished
-under its name is taken as it is: that is how an interrupted run resumes, and why a retried bundle
-does no harm. Faults travel as records, so that one line can name all of them at the end.
+files named by content, and what moves are references, keys, bits and counts. Work that stands
+finished under its name is taken as it is: that is how an interrupted run resumes, and why a
+retried bundle does no harm. Faults travel as records, so that one line can name all of them at
+the end.
 """
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import apache_beam as beam
-import numpy as np
 
 from models.errors import DamagedInput, Fault, GristmillError
 from pipelines.arrays import open_arrays
 from pipelines.clean import Report, clean_file
-from pipelines.dedup import Block, judge, read_range
+from pipelines.dedup import Block, judge, read_all_ranges, read_range
 from pipelines.hashing import hash_file, pack_bits, unpack_bits
 from pipelines.index import read_index_range, write_index_range
 from pipelines.plan import read_plan
 from pipelines.publish import Finished, publish
-from pipelines.regroup import cutoffs_of_run, plan_tasks, regroup
-from pipelines.timings import timed
+from pipelines.regroup import cutoffs_of_run, plan_tasks, regroup, task_bytes
+from pipelines.timings import announce, timed
 
 _ALL = 0
 _REPORTS = 0  # the task number under which the reports travel; real tasks count from 1
@@ -37,12 +38,14 @@ class Keys(NamedTuple):
     """Pass 1 -> 2: where the keys of a unit are, or why there are none.
 
     failed: the unit could not be read, the run goes on without it. fault: the run cannot go on.
+    block: the keys of one range themselves (`Block.to_bytes`), when they go through the shuffle.
     """
 
     unit: int
     path: str = ""
     failed: str = ""
     fault: str = ""
+    block: bytes = b""
 
 
 class Answer(NamedTuple):
@@ -61,16 +64,26 @@ class Answer(NamedTuple):
     fault: str = ""
 
 
-def build(pipeline: Any, plan_path: str) -> Any:
-    """Add the whole graph to `pipeline`; the plan at `plan_path` says what to do."""
+def build(
+    pipeline: Any,
+    plan_path: str,
+    *,
+    exchange: Literal["files", "shuffle"] = "files",
+    slices: int = 1,
+) -> Any:
+    """Add the whole graph to `pipeline`; the plan at `plan_path` says what to do.
+
+    exchange: whether judges read the key files, or get the keys through the shuffle. slices: how
+    many elements the graph begins with, for a runner that never has more bundles than those.
+    """
     return (
         pipeline
-        | "plan" >> beam.Create([plan_path])
-        | "units" >> beam.FlatMap(_units)
+        | "plan" >> beam.Create(list(range(slices)))
+        | "units" >> beam.FlatMap(_units, plan_path, slices)
         | "spread units" >> beam.Reshuffle()
         # Pass 1. Next key: dedup group and range; value: whose keys are in it. Every unit sends
         # itself to each range, also an empty or failed one, so that each unit comes back.
-        | "hash" >> beam.FlatMap(_hash, plan_path)
+        | "hash" >> beam.FlatMap(_hash, plan_path, exchange)
         | "by range" >> beam.GroupByKey()
         # Pass 2. Next key: unit; value: one bit for each of its distinct keys in this range.
         | "judge" >> beam.FlatMap(_judge, plan_path)
@@ -87,24 +100,45 @@ def build(pipeline: Any, plan_path: str) -> Any:
     )
 
 
-def _units(plan_path: str) -> list[int]:
-    """Unit numbers, large files first: local runners deal bundles out once, none is stolen."""
-    inputs = read_plan(plan_path).inputs
-    return [file.index for file in sorted(inputs, key=lambda file: (-file.bytes, file.index))]
+def _units(number: int, plan_path: str, slices: int) -> list[int]:
+    """Unit numbers of one slice, large files first: local runners deal bundles out once."""
+    try:
+        inputs = read_plan(plan_path).inputs
+    except OSError as error:
+        raise Fault(
+            f"a worker on '{socket.gethostname()}' cannot read the plan '{plan_path}' "
+            f"({error.strerror or error}): set run.staging to a folder that all workers see"
+        ) from None
+    order = sorted(inputs, key=lambda file: (-file.bytes, file.index))
+    return [file.index for file in order[number::slices]]
 
 
-def _hash(unit: int, plan_path: str) -> Iterator[tuple[tuple[int, int], Keys]]:
+def _hash(
+    unit: int, plan_path: str, exchange: Literal["files", "shuffle"]
+) -> Iterator[tuple[tuple[int, int], Keys]]:
     plan = read_plan(plan_path)
     file = plan.inputs[unit]
+    blocks = [b""] * plan.ranges
     try:
-        with timed(plan, "hash", unit):
+        with timed(plan, "hash", unit) as piece:
+            piece["bytes"] = file.bytes
             keys = Keys(unit, hash_file(plan, file))
+            if exchange == "shuffle":
+                blocks = _blocks(keys.path, plan.ranges)
     except DamagedInput as error:
         keys = Keys(unit, failed=str(error))
-    except OSError as error:
+    except (GristmillError, OSError) as error:
         keys = Keys(unit, fault=f"keys of '{file.name}': {error}")
-    for part in range(plan.ranges):
-        yield (file.group, part), keys
+    for part, block in enumerate(blocks):
+        yield (file.group, part), keys._replace(block=block)
+
+
+def _blocks(path: str, ranges: int) -> list[bytes]:
+    try:
+        with open_arrays(path) as file:
+            return [block.to_bytes() for block in read_all_ranges(file, ranges)]
+    except DamagedInput as error:  # our own file, just checked: this is no matter of the input
+        raise Fault(str(error)) from error
 
 
 def _judge(
@@ -119,7 +153,7 @@ def _judge(
         with timed(read_plan(plan_path), "judge", group * read_plan(plan_path).ranges + part):
             answers = _judge_range(units, part, plan_path)
     except (GristmillError, OSError) as error:
-        answers = [Answer(part, keys, fault=str(error)) for keys in units]
+        answers = [Answer(part, keys._replace(block=b""), fault=str(error)) for keys in units]
     for answer in answers:
         yield answer.keys.unit, answer
 
@@ -130,14 +164,16 @@ def _judge_range(units: list[Keys], part: int, plan_path: str) -> list[Answer]:
     blocks = []
     for keys in units:
         if keys.failed:
-            blocks.append(Block(np.empty(0, np.uint64), np.empty(0, np.uint16)))
+            blocks.append(Block.empty())
+        elif keys.block:
+            blocks.append(Block.from_bytes(keys.block))
         else:
             with open_arrays(keys.path) as file:
                 blocks.append(read_range(file, part, plan.ranges))
     earlier = read_index_range(dedup.index_in, part, plan.ranges) if dedup.index_in else None
     verdict = judge(blocks, keep=dedup.keep, common_pages=dedup.common_pages, index=earlier)
     answers = [
-        Answer(part, keys, bits.size, pack_bits(bits))
+        Answer(part, keys._replace(block=b""), bits.size, pack_bits(bits))
         for keys, bits in zip(units, verdict.keep, strict=True)
     ]
     entry = None
@@ -159,8 +195,11 @@ def _clean(element: tuple[int, Iterable[Answer]], plan_path: str) -> tuple[int, 
     if not faults and not keys.failed:
         bits = unpack_bits((answer.size, answer.bits) for answer in answers)
         try:
-            with timed(plan, "clean", unit):
+            with timed(plan, "clean", unit) as piece:
                 report = clean_file(plan, plan.inputs[unit], keys.path, bits)
+                piece["bytes"] = plan.inputs[unit].bytes
+                piece["pages_kept"] = report["pages"]["written"]
+                piece["losses"] = len(report["losses"])
         except (GristmillError, OSError) as error:
             # With keep = "first" this unit owns paragraphs that other units have dropped for its
             # sake: the run cannot go on without it.
@@ -182,7 +221,9 @@ def _tasks(element: tuple[int, Iterable[Report]], plan_path: str) -> Iterator[tu
     cutoffs = cutoffs_of_run(plan, good)
     yield _REPORTS, {"reports": reports, "cutoffs": cutoffs}
     if len(good) == sum(not report["failed"] for report in reports):
-        yield from enumerate(plan_tasks(plan, good, cutoffs), start=1)
+        tasks = plan_tasks(plan, good, cutoffs)
+        announce(plan, "regroup", pieces=len(tasks), bytes_total=sum(map(task_bytes, tasks)))
+        yield from enumerate(tasks, start=1)
 
 
 def _regroup(element: tuple[int, Iterable[Any]], plan_path: str) -> tuple[int, Finished]:
@@ -192,8 +233,11 @@ def _regroup(element: tuple[int, Iterable[Any]], plan_path: str) -> tuple[int, F
         return _ALL, Finished(**value)
     plan = read_plan(plan_path)
     try:
-        with timed(plan, "regroup", number):
-            return _ALL, Finished(outputs=regroup(plan, value))
+        with timed(plan, "regroup", number) as piece:
+            outputs = regroup(plan, value)
+            piece["bytes"] = task_bytes(value)
+            piece["pages_kept"] = sum(output["rows"] for output in outputs)
+        return _ALL, Finished(outputs=outputs)
     except (GristmillError, OSError) as error:
         return _ALL, Finished(faults=[f"part of language '{value['language']}': {error}"])
 

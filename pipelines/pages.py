@@ -14,7 +14,6 @@ from pipelines.wet import Record
 
 _CONTROLS = bytes(c for c in [*range(0x20), 0x7F] if c not in b"\t\n\r")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-_RECORD_END = "\r\n\r\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +61,8 @@ def read_page(record: Record, config: Pages) -> Page:
 
 def _ccnet_lines(text: str) -> list[str]:
     """Lines as CCNet's reader sees them: with the record's end, less two blank last lines."""
-    lines = page_lines(text + _RECORD_END)
-    lines.pop()  # behind the final line break there is no line
+    lines = page_lines(text)
+    lines.append("")  # the record's end is a blank line
     if len(lines) >= 2 and not lines[-1] and not lines[-2]:
         del lines[-2:]
     return lines or [""]

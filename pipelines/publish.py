@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 
@@ -31,7 +33,7 @@ from pipelines.manifest import (
 )
 from pipelines.plan import Plan
 from pipelines.regroup import PAGES, Output
-from pipelines.timings import TIMINGS_FILE, collect
+from pipelines.timings import TIMINGS_FILE, collect, timed
 
 DROPS_FILE = "drops.parquet"
 FAULTS_FILE = "faults.json"
@@ -50,15 +52,20 @@ class Finished:
 def publish(plan: Plan, finished: list[Finished]) -> str:
     """Write the manifest of a run; gives its path.
 
-    A fault in any pass leaves no manifest, but the list of all faults in the staging folder, and
-    the path of that list is given.
+    A fault in any pass, or more failed inputs than the recipe allows, leaves no manifest, but the
+    list of them in the staging folder, and the path of that list is given. Raises Fault when not
+    even that can be written, OSError when the manifest cannot.
     """
     reports = [report for part in finished for report in part.reports]
     faults = [fault for part in finished for fault in part.faults]
     faults += sorted({report["fault"] for report in reports if report["fault"]})
-    if faults:
+    failed = [] if faults else failed_inputs(plan, reports)
+    if faults or len(failed) > plan.recipe.input.failed_shards_allowed(len(plan.inputs)):
         path = files.join(plan.staging, FAULTS_FILE)
-        files.write_atomic(path, json.dumps(faults))
+        try:
+            files.write_atomic(path, json.dumps({"faults": faults, "failed": failed}))
+        except OSError as error:
+            raise Fault(faults[0] if faults else f"'{path}': {error}") from error
         return path
     good = [report for report in reports if not report["failed"]]
     directory = plan.recipe.output.directory
@@ -76,16 +83,34 @@ def publish(plan: Plan, finished: list[Finished]) -> str:
     # Last: an index that stands belongs to a manifest that stands.
     if plan.recipe.dedup.index_out is not None:
         publish_index(plan.recipe.dedup.index_out, listing)
+    # For the last line of the progress only: the manifest stands, whatever becomes of this.
+    with contextlib.suppress(OSError), timed(plan, "publish", 0) as piece:
+        piece["bytes"] = sum(output.bytes for output in manifest.outputs)
+        piece["pages_kept"] = manifest.counts.pages.written
+        piece["losses"] = len(manifest.losses)
     return path
+
+
+def failed_inputs(plan: Plan, reports: list[Report]) -> list[tuple[str, str]]:
+    """(name, reason) of each input that could not be read, or held no WARC record at all."""
+    found = []
+    for report in sorted(reports, key=lambda report: report["unit"]):
+        file = plan.inputs[report["unit"]]
+        if report["failed"]:
+            found.append((file.name, report["failed"]))
+        elif not report["records"]["read"] and not report["records"]["not_pages"]:
+            lost_bytes = sum(size for _, size, _ in report["losses"])
+            lost = f" ({lost_bytes:,} bytes lost)" if lost_bytes else ""
+            found.append((file.name, f"no_record: not one WARC record{lost}"))
+    return found
 
 
 def _remove_strays(directory: str, manifest: Manifest) -> None:
     """Remove parts that an earlier run of the same recipe left and this one has not made."""
     listed = {output.path for output in manifest.outputs}
-    system, _ = files.filesystem(directory)
     for path in parts_in(directory):
         if "/".join(path.split("/")[-4:]) not in listed:
-            system.rm(path)
+            files.remove(path)
 
 
 def parts_in(directory: str) -> list[str]:
@@ -104,6 +129,7 @@ def _manifest(
     outputs = tuple(
         OutputEntry(**output) for output in sorted(found, key=lambda output: output["path"])
     )
+    failed = dict(failed_inputs(plan, reports))
     cutoffs = next(part.cutoffs for part in finished if part.reports)
     models = [plan.language_id]
     for language in sorted(plan.language_models):
@@ -114,7 +140,7 @@ def _manifest(
         tool_version=metadata.version("gristmill"),
         recipe=plan.recipe.published(),
         recipe_digest=plan.digest(),
-        inputs=tuple(_input(plan, report) for report in reports),
+        inputs=tuple(_input(plan, report, failed) for report in reports),
         models=tuple(ModelEntry(name=model.name, sha256=model.sha256) for model in models),
         cutoffs=cutoffs,
         counts=_counts(reports, good, outputs),
@@ -132,7 +158,7 @@ def _manifest(
     )
 
 
-def _input(plan: Plan, report: Report) -> InputEntry:
+def _input(plan: Plan, report: Report, failed: Mapping[str, str]) -> InputEntry:
     file = plan.inputs[report["unit"]]
     known = {"bytes": file.bytes, "xxh3": ""} if report["failed"] else report["input"]
     return InputEntry(
@@ -140,7 +166,7 @@ def _input(plan: Plan, report: Report) -> InputEntry:
         bytes=known["bytes"],
         xxh3=known["xxh3"],
         shard=file.shard,
-        failed=report["failed"],
+        failed=failed.get(file.name, ""),
     )
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
+from fractions import Fraction
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -64,6 +66,28 @@ class Input(_Section):
     num_shards: int | None = Field(
         None, ge=1, description="group the files into this many shards, as CCNet does"
     )
+    max_failed_shards: int | str = Field(
+        "1%", description="inputs that may fail, a number or 'P%'; more: no manifest, exit 1"
+    )
+
+    @field_validator("max_failed_shards")
+    @classmethod
+    def _number_or_percentage(cls, value: int | str) -> int | str:
+        text = str(value)
+        if re.fullmatch(r"\d+", text):
+            return int(text)
+        if re.fullmatch(r"\d+(\.\d+)?%", text) and float(text[:-1]) <= 100:
+            return text
+        raise ValueError(
+            f"input.max_failed_shards = '{value}' is neither a number of files, as 3, "
+            "nor a percentage of them, as '0.5%'"
+        )
+
+    def failed_shards_allowed(self, inputs: int) -> int:
+        """How many of so many inputs may fail; a percentage is rounded down."""
+        if isinstance(self.max_failed_shards, int):
+            return self.max_failed_shards
+        return int(Fraction(self.max_failed_shards[:-1]) * inputs / 100)
 
 
 class Output(_Section):
@@ -190,6 +214,10 @@ class Run(_Section):
         None, description="folder for intermediate files; none: below the output"
     )
     keep_staging: bool = Field(False, description="leave the intermediate files")
+    exchange: Literal["auto", "files", "shuffle"] = Field(
+        "auto",
+        description="how paragraph keys meet: read from the key files, or through Beam's shuffle",
+    )
 
 
 class MineRecipe(_Section):
@@ -211,7 +239,7 @@ class MineRecipe(_Section):
             mode="json",
             exclude={
                 "run": True,
-                "input": {"paths"},
+                "input": {"paths", "max_failed_shards"},
                 "output": {"directory"},
                 "language": {"model"},
             },

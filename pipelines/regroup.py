@@ -11,6 +11,7 @@ import functools
 import json
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from importlib.metadata import version
 from typing import Any
 
 import pyarrow as pa
@@ -18,9 +19,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from models import files
+from models.errors import DamagedInput
 from pipelines.buckets import BUCKETS, buckets_of, percentile_cutoffs
 from pipelines.clean import STAGING_SCHEMA, Report
+from pipelines.manifest import SCHEMA_VERSION
 from pipelines.plan import Plan
+from pipelines.sealed import read_sealed, write_sealed
 
 _NAME = pa.dictionary(pa.int32(), pa.string())
 # As dictionaries, language and bucket agree with what Arrow infers from the folder names, so
@@ -86,6 +90,11 @@ def plan_tasks(
     return tasks
 
 
+def task_bytes(task: Task) -> int:
+    """Bytes of the text that a task reads."""
+    return sum(source["bytes"] for source in task["sources"])
+
+
 def _runs(sources: list[dict[str, Any]], run_bytes: int) -> Iterable[list[dict[str, Any]]]:
     """Consecutive sources; a run ends where it comes nearest to `run_bytes`."""
     run: list[dict[str, Any]] = []
@@ -106,27 +115,38 @@ def regroup(plan: Plan, task: Task) -> list[Output]:
     outputs = _finished(plan, marker)
     if outputs is None:
         outputs = _write_parts(plan, task)
-        files.write_atomic(marker, json.dumps(outputs, sort_keys=True), durable=False)
+        write_sealed(marker, outputs)
     return outputs
 
 
 def _digest(plan: Plan, task: Task) -> str:
     sources = [[source["xxh3"], source["groups"]] for source in task["sources"]]
     settled = [task["language"], task["part"], task["cutoffs"], sources,
-               plan.recipe.output.compression_level]  # fmt: skip
+               plan.recipe.output.compression_level, _origin(plan)]  # fmt: skip
     return files.xxh3_bytes(json.dumps(settled).encode())
 
 
 def _finished(plan: Plan, marker: str) -> list[Output] | None:
     try:
-        outputs: list[Output] = json.loads(files.read_bytes(marker))
+        outputs: list[Output] = read_sealed(marker)
         for output in outputs:
             path = files.join(plan.recipe.output.directory, output["path"])
             if files.xxh3_file(path) != output["xxh3"]:
                 return None
-    except (OSError, ValueError, KeyError):
+    except (OSError, DamagedInput):
         return None
     return outputs
+
+
+def _origin(plan: Plan) -> dict[str, str]:
+    """Key-value metadata of each shard, the same as in the manifest, whose own digest no file that
+    it lists can name."""
+    return {
+        "gristmill.recipe": plan.recipe.name,
+        "gristmill.recipe_digest": plan.digest(),
+        "gristmill.schema_version": str(SCHEMA_VERSION),
+        "gristmill.tool_version": version("gristmill"),
+    }
 
 
 class _Part:
@@ -138,7 +158,7 @@ class _Part:
         self.writer = stack.enter_context(
             pq.ParquetWriter(
                 stack.enter_context(files.atomic_path(self.url)),
-                SHARD_SCHEMA,
+                SHARD_SCHEMA.with_metadata(_origin(plan)),
                 compression="zstd",
                 compression_level=plan.recipe.output.compression_level,
                 use_dictionary=["host", "language", "bucket", "warc_file"],

@@ -9,12 +9,17 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from models.errors import Fault, UserError
+
+if TYPE_CHECKING:
+    from pipelines.recipe import MineRecipe
 
 EXIT_FAULT = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+_EXIT_BY_SIGNAL = 128
 _STOPPED = "gristmill: stopped; run the same command again to go on"
 
 
@@ -25,10 +30,9 @@ def mine(arguments: argparse.Namespace) -> int:
 
     example: gristmill mine default --input 'wet/*.gz' --output out/mined --workers 2
     """
-    from pipelines.plan import make_plan
     from pipelines.recipe import load_recipe
     from pipelines.report import funnel
-    from pipelines.run import is_done
+    from pipelines.run import FailedInputs
     from pipelines.run import mine as run_mine
 
     overrides = list(arguments.set)
@@ -38,24 +42,20 @@ def mine(arguments: argparse.Namespace) -> int:
         overrides.append(f"output.directory={json.dumps(arguments.output)}")
     if arguments.workers:
         overrides.append(f"run.workers={arguments.workers}")
+    if arguments.max_failed_shards is not None:
+        overrides.append(f"input.max_failed_shards={json.dumps(arguments.max_failed_shards)}")
     recipe = load_recipe(arguments.recipe, overrides)
     if arguments.dry_run:
-        plan = make_plan(recipe)
-        if not arguments.restart and is_done(plan):
-            print("already finished: the run would have nothing to do", file=sys.stderr)
-        if arguments.json:
-            print(plan.model_dump_json())
-            return 0
-        print(json.dumps(recipe.model_dump(mode="json"), indent=1, ensure_ascii=False))
-        stored = sum(file.bytes for file in plan.inputs)
-        groups = len({file.group for file in plan.inputs})
-        print(
-            f"{len(plan.inputs):,} WET files, {stored:,} bytes, dedup groups: {groups:,}, "
-            f"ranges: {plan.ranges:,}; language models: {', '.join(plan.language_models) or 'none'}"
-        )
-        return 0
-    with _stopped_by_ctrl_c():
-        manifest = run_mine(recipe, arguments.beam, restart=arguments.restart)
+        return _dry_run(recipe, arguments)
+    try:
+        with _stopped_by_signals():
+            manifest = run_mine(
+                recipe, arguments.beam, restart=arguments.restart, progress_mode=arguments.progress
+            )
+    except FailedInputs as error:
+        for name, reason in error.inputs:
+            print(f"gristmill: input '{name}' {reason}", file=sys.stderr)
+        raise
     print(manifest.to_json() if arguments.json else funnel(manifest))
     for entry in manifest.inputs:
         if entry.failed:
@@ -69,6 +69,27 @@ def mine(arguments: argparse.Namespace) -> int:
         return EXIT_FAULT
     if not manifest.outputs:
         print("warning: no page was kept: see the reasons above", file=sys.stderr)
+    return 0
+
+
+def _dry_run(recipe: MineRecipe, arguments: argparse.Namespace) -> int:
+    """Print the recipe, the plan and what the run would take; write nothing."""
+    from pipelines.estimate import estimate, table
+    from pipelines.plan import make_plan
+    from pipelines.run import is_done
+
+    plan = make_plan(recipe)
+    if not arguments.restart and is_done(plan):
+        print("already finished: the run would have nothing to do", file=sys.stderr)
+    found = estimate(plan)
+    settings = recipe.model_dump(mode="json")
+    if arguments.json:
+        plan_json, estimate_json = plan.model_dump(mode="json"), found.model_dump(mode="json")
+        print(json.dumps({"recipe": settings, "plan": plan_json, "estimate": estimate_json}))
+        return 0
+    print(json.dumps(settings, indent=1, ensure_ascii=False))
+    print(f"language models: {', '.join(plan.language_models) or 'none'}")
+    print(table(found))
     return 0
 
 
@@ -88,6 +109,8 @@ def crawl(arguments: argparse.Namespace) -> int:
 def inspect(arguments: argparse.Namespace) -> int:
     """Show a mined crawl (the funnel), a Parquet shard, or a WET file.
 
+    --html writes one page with charts, tables and pages to read; it needs no network.
+
     example: gristmill inspect out/mined --sample language=bn bucket=head -n 5
     """
     from scripts.inspection import inspect as run_inspect
@@ -98,6 +121,7 @@ def inspect(arguments: argparse.Namespace) -> int:
         as_json=arguments.json,
         sample=arguments.sample,
         count=arguments.n,
+        html=arguments.html,
     )
 
 
@@ -118,24 +142,25 @@ def demo(arguments: argparse.Namespace) -> int:
     """
     from scripts.demo import demo as run_demo
 
-    with _stopped_by_ctrl_c():
+    with _stopped_by_signals():
         return run_demo(arguments.directory, workers=arguments.workers or 1)
 
 
 @contextlib.contextmanager
-def _stopped_by_ctrl_c() -> Iterator[None]:
-    """Let Ctrl+C end the process at once: a run can go on from any moment, and Beam's own
-    unwinding takes long and prints pages."""
+def _stopped_by_signals() -> Iterator[None]:
+    """Let Ctrl+C and SIGTERM end the process at once: a run can go on from any moment, and Beam's
+    own unwinding takes long and prints pages."""
 
     def stop(number: int, frame: object) -> None:
         print(f"\n{_STOPPED}", file=sys.stderr, flush=True)
-        os._exit(EXIT_INTERRUPTED)
+        os._exit(_EXIT_BY_SIGNAL + number)
 
-    before = signal.signal(signal.SIGINT, stop)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -153,6 +178,10 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--input", action="append", metavar="PATH", help="short for input.paths")
     verb.add_argument("--output", metavar="DIR", help="short for output.directory")
     verb.add_argument("--workers", type=_positive, metavar="N", help="local processes")
+    verb.add_argument("--max-failed-shards", metavar="N|P%",
+                      help="inputs that may fail (1%%)")  # fmt: skip
+    verb.add_argument("--progress", choices=["auto", "none", "json"], default="auto",
+                      help="auto: live on a terminal; json: an object a line")  # fmt: skip
     verb.add_argument("--restart", action="store_true", help="throw an earlier run's files away")
     verb.add_argument("--dry-run", action="store_true", help="print the recipe and the plan only")
     verb.add_argument(
@@ -178,6 +207,7 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--verify", action="store_true", help="check every sum and digest")
     verb.add_argument("--sample", nargs="*", metavar="COLUMN=VALUE",
                       help="print pages; columns language, bucket, host")  # fmt: skip
+    verb.add_argument("--html", metavar="FILE", help="write the report as one HTML page")
     verb.add_argument("-n", type=_positive, default=3, metavar="N", help="how many pages (3)")
     verb.add_argument("--json", action="store_true", help="for programs")
 
@@ -243,7 +273,8 @@ def _positive(text: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb. Exit codes: 0 done, 1 a fault, 2 the user's mistake, 130 Ctrl+C."""
+    """Run one verb. Exit codes: 0 done, 1 a fault, 2 the user's mistake, 130 Ctrl+C,
+    143 SIGTERM."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     beam: list[str] = []
     if "--" in words:

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from models.errors import DamagedInput
 from pipelines.arrays import open_arrays
-from pipelines.dedup import MAX_RANGES, Block, FileKeys, apply, judge, range_bounds, read_range
+from pipelines.dedup import (
+    MAX_RANGES,
+    Block,
+    FileKeys,
+    apply,
+    judge,
+    range_bounds,
+    read_all_ranges,
+    read_range,
+)
 
 Keep = Literal["first", "none"]
 Within = Literal["first", "all"]
@@ -187,3 +198,78 @@ def test_ranges_cut_the_whole_space(tmp_path: Path) -> None:
 def test_wrong_number_of_bits_is_refused() -> None:
     with pytest.raises(ValueError, match="2 bits for 1 distinct keys"):
         apply(keys_of([[1]]), np.ones(2, bool), "first")
+
+
+COUNTS = st.dictionaries(st.integers(0, 2**64 - 1), st.integers(1, 65_535), max_size=40)
+
+
+def block_of(counts: dict[int, int]) -> Block:
+    keys = sorted(counts)
+    return Block(np.array(keys, np.uint64), np.array([counts[key] for key in keys], np.uint16))
+
+
+@settings(deadline=None)
+@given(COUNTS)
+def test_a_block_travels_as_bytes(counts: dict[int, int]) -> None:
+    data = block_of(counts).to_bytes()
+    back = Block.from_bytes(data)
+    assert (back.keys.dtype, back.page_counts.dtype) == (np.uint64, np.uint16)
+    assert dict(zip(back.keys.tolist(), back.page_counts.tolist(), strict=True)) == counts
+    several = sum(count != 1 for count in counts.values())
+    assert len(data) == 12 + 8 * len(counts) + -(-len(counts) // 8) + 2 * several
+
+
+def test_the_bytes_of_a_block_are_fixed() -> None:
+    # Little endian on every machine: checksum, size 2, keys 1 and 2**63, bits 01, count 3.
+    data = block_of({1: 1, 2**63: 3}).to_bytes()
+    rest = bytes.fromhex("02000000 0100000000000000 0000000000000080 40 0300")
+    assert data[8:] == rest
+    assert data[:8] == xxhash.xxh3_64_intdigest(rest).to_bytes(8, "little")
+
+
+@settings(deadline=None)
+@given(COUNTS, st.data())
+def test_a_changed_or_cut_block_is_refused(counts: dict[int, int], draw: st.DataObject) -> None:
+    data = block_of(counts).to_bytes()
+    place = draw.draw(st.integers(0, len(data) - 1))
+    changed = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+    for wrong in (changed, data[:place]):
+        with pytest.raises(DamagedInput, match="differs from its checksum"):
+            Block.from_bytes(wrong)
+
+
+@pytest.mark.parametrize("parts", [1, 4, MAX_RANGES])
+def test_all_ranges_at_once_are_the_ranges_one_by_one(parts: int, tmp_path: Path) -> None:
+    hashes = np.random.default_rng(parts).integers(0, 2**64, 3000, np.uint64)
+    FileKeys.of(np.append(hashes, hashes[:99]), np.array([0, 3000, 3099])).write(tmp_path / "k", {})
+    with open_arrays(tmp_path / "k") as file:
+        together = read_all_ranges(file, parts)
+        assert len(together) == parts
+        for part in range(0, parts, max(1, parts // 64)):
+            alone = read_range(file, part, parts)
+            assert together[part].keys.tolist() == alone.keys.tolist()
+            assert together[part].page_counts.tolist() == alone.page_counts.tolist()
+
+
+@settings(deadline=None)
+@given(
+    blocks=st.lists(st.dictionaries(KEYS, st.integers(1, 3), max_size=6), min_size=1, max_size=4),
+    policy=st.sampled_from([("none", None), ("first", None), ("first", 2)]),
+    index=st.none() | st.dictionaries(KEYS, st.integers(1, 3), max_size=4),
+    step=st.integers(1, 5),
+)
+def test_steps_change_nothing(
+    blocks: list[dict[int, int]],
+    policy: tuple[Keep, int | None],
+    index: dict[int, int] | None,
+    step: int,
+) -> None:
+    rows = [block_of(counts) for counts in blocks]
+    options: dict[str, Any] = {"keep": policy[0], "common_pages": policy[1]}
+    options["index"] = None if index is None else block_of(index)
+    whole = judge(rows, **options, keys_per_step=2**40)
+    stepped = judge(rows, **options, keys_per_step=step)
+    assert [kept.tolist() for kept in stepped.keep] == [kept.tolist() for kept in whole.keep]
+    assert stepped.index.keys.tolist() == whole.index.keys.tolist()
+    assert stepped.index.page_counts.tolist() == whole.index.page_counts.tolist()
+    assert (stepped.distinct, stepped.repeated) == (whole.distinct, whole.repeated)

@@ -52,6 +52,29 @@ def test_no_beam_sources_or_sinks(graph: Any) -> None:
                          "beam:transform:flatten:v1"}  # fmt: skip
 
 
+STEPS = ["plan", "units", "spread units", "hash", "by range", "judge", "by unit", "clean",
+         "all reports", "tasks", "by task", "regroup", "all parts", "publish"]  # fmt: skip
+
+
+def test_labels_are_those_of_the_story(graph: Any) -> None:
+    (root,) = (graph.components.transforms[name] for name in graph.root_transform_ids)
+    steps = [graph.components.transforms[name].unique_name for name in root.subtransforms]
+    assert steps == STEPS
+
+
+def test_no_coder_needs_code_of_ours(graph: Any) -> None:
+    # References, bits and blocks are plain tuples and bytes: what Beam encodes by itself.
+    urns = {coder.spec.urn for coder in graph.components.coders.values()}
+    assert all(urn.startswith("beam:coder:") for urn in urns)
+
+
+def build_size(**options: Any) -> int:
+    pipeline = beam.Pipeline()
+    build(pipeline, "plan.json", **options)
+    return int(pipeline.to_runner_api().ByteSize())
+
+
 def test_its_size_does_not_depend_on_the_input(graph: Any) -> None:
     # The plan's path is all that the graph knows of a run, and 10 MB is Dataflow's limit.
     assert graph.ByteSize() < 50_000
+    assert build_size(exchange="shuffle", slices=1024) < 100_000

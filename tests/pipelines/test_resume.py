@@ -1,165 +1,96 @@
-"""A run that is killed goes on where it was, and gives the bytes of an uninterrupted one."""
+"""Whose an output folder is: stopping, going on, beginning anew, and one run at a time."""
 
 from __future__ import annotations
 
+import fcntl
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from models.files import TEMPORARY_SUFFIX
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-MOMENTS = 10
-_LIMIT_S = 120
+from tests.pipelines.fault_runs import LIMIT_S, REPOSITORY, Runs, contents, count, members
 
 
-def command(inputs: str, output: Path, workers: int, *more: str) -> list[str]:
-    return [
-        sys.executable, "-m", "scripts.cli", "mine", "default", "--input", inputs,
-        "--output", str(output), "--workers", str(workers),
-        "--set", "dedup.ranges=4", "--set", "output.target_bytes=100000", *more,
-    ]  # fmt: skip
-
-
-def environment(data_dir: Path) -> dict[str, str]:
-    return os.environ | {"GRISTMILL_DATA": str(data_dir)}
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file() and path.name != "timings.json"
-    }
-
-
-def finish(words: list[str], data_dir: Path) -> None:
-    done = subprocess.run(
-        words, env=environment(data_dir), cwd=REPOSITORY, capture_output=True, text=True,
-        timeout=_LIMIT_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.fixture(scope="module")
-def inputs(data_dir: Path) -> str:
-    return f"{data_dir}/wet_docs_small/*.warc.wet.gz"
-
-
-@pytest.fixture(scope="module")
-def whole(
-    inputs: str, data_dir: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, bytes]:
-    folder = tmp_path_factory.mktemp("whole")
-    finish(command(inputs, folder, 1), data_dir)
-    found = contents(folder)
-    assert len(found) > 30
-    return found
-
-
-def files_in(folder: Path) -> int:
-    return sum(1 for path in folder.rglob("*") if path.is_file())
-
-
-@pytest.mark.parametrize("moment", range(MOMENTS))
-def test_killed_then_resumed(
-    moment: int, inputs: str, data_dir: Path, whole: dict[str, bytes], tmp_path: Path
+def test_ctrl_c_stops_the_command_as_a_user_starts_it(
+    data_dir: Path, shards: list[Path], tmp_path: Path
 ) -> None:
-    """The moment is a number of files written so far, plus a little, so that every pass is hit."""
-    rng = random.Random(moment)
-    # Some 4 key files, 8 of pages, 2 for each part, and the timings: about 150 in all.
-    after_files = rng.randrange(1 + 14 * moment, 15 + 14 * moment)
-    workers = 1 + moment % 2
-    words = command(inputs, tmp_path, workers)
+    words = [word for path in shards for word in ("--input", str(path))]
     process = subprocess.Popen(
-        words, env=environment(data_dir), cwd=REPOSITORY, start_new_session=True,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    deadline = time.monotonic() + _LIMIT_S
-    while process.poll() is None and files_in(tmp_path) < after_files:
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    time.sleep(rng.random() * 0.05)
-    process.kill()  # the parent alone: its workers must notice
-    killed = process.wait() == -signal.SIGKILL
-    for path in tmp_path.glob("pages/*/*/*.parquet"):
-        name = str(path.relative_to(tmp_path))
-        assert path.read_bytes() == whole[name], f"{name} is partial after the kill"
-    if killed:
-        assert (
-            not (tmp_path / "manifest.json").exists() or contents(tmp_path).keys() >= whole.keys()
-        )
-    finish(command(inputs, tmp_path, 3 - workers), data_dir)
-    assert contents(tmp_path) == whole
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_ctrl_c_stops_cleanly(
-    workers: int, inputs: str, data_dir: Path, whole: dict[str, bytes], tmp_path: Path
-) -> None:
-    process = subprocess.Popen(
-        command(inputs, tmp_path, workers), env=environment(data_dir), cwd=REPOSITORY,
+        [sys.executable, "-m", "scripts.cli", "mine", "default", *words, "--output", str(tmp_path),
+         "--workers", "2"],
+        env=os.environ | {"GRISTMILL_DATA": str(data_dir)}, cwd=REPOSITORY,
         start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    deadline = time.monotonic() + _LIMIT_S
-    while files_in(tmp_path) < 4:
+    deadline = time.monotonic() + LIMIT_S
+    while not count(tmp_path, ".staging/keys/*"):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)  # what a terminal sends: to all of them
-    _, stderr = process.communicate(timeout=_LIMIT_S)
+    _, stderr = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130
-    assert "Traceback" not in stderr
-    assert stderr.rstrip().endswith("gristmill: stopped; run the same command again to go on")
-    while members(process.pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    finish(command(inputs, tmp_path, workers), data_dir)
-    assert contents(tmp_path) == whole
-
-
-def test_workers_leave_with_their_parent(inputs: str, data_dir: Path, tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        command(inputs, tmp_path, 2), env=environment(data_dir), cwd=REPOSITORY,
-        start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    deadline = time.monotonic() + _LIMIT_S
-    while len(members(process.pid)) < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.kill()
-    process.wait()
+    assert stderr.strip() == "gristmill: stopped; run the same command again to go on"
     while members(process.pid):
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
 
-def members(session: int) -> list[int]:
-    """Live processes of a session."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal():
-            try:
-                fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[3]) == session and fields[0] != "Z":
-                found.append(int(folder.name))
-    return found
+def test_workers_leave_with_their_parent(runs: Runs, shards: list[Path], tmp_path: Path) -> None:
+    running = runs.start(shards, tmp_path, "--workers", "2")
+    assert running.wait_until(lambda: len(running.workers()) == 2)
+    running.kill()
+    assert running.end().code == -signal.SIGKILL  # and nothing is left behind
 
 
 def test_restart_throws_staging_and_results_away(
-    inputs: str, data_dir: Path, whole: dict[str, bytes], tmp_path: Path
+    runs: Runs, shards: list[Path], whole: dict[str, bytes], tmp_path: Path
 ) -> None:
-    finish(command(inputs, tmp_path, 1, "--set", "pages.min_chars=1000"), data_dir)
-    other = contents(tmp_path)
-    assert other != whole
+    runs.finish(shards, tmp_path, "--set", "pages.min_chars=1000")
+    assert contents(tmp_path) != whole
     (tmp_path / "notes.txt").write_text("the user's own")
-    finish(command(inputs, tmp_path, 1, "--restart"), data_dir)
+    runs.finish(shards, tmp_path, "--restart")
     assert contents(tmp_path) == whole | {"notes.txt": b"the user's own"}
     assert not [path for path in tmp_path.rglob("*") if path.name.endswith(TEMPORARY_SUFFIX)]
+
+
+def stopped_in_pass_1(runs: Runs, shards: list[Path], output: Path, *words: str) -> None:
+    running = runs.start(shards, output, *words)
+    assert running.wait_until(lambda: count(output.parent, "**/keys/*.arrays") >= 1)
+    running.kill()
+    running.end()
+
+
+def test_no_staging_folder_is_left_when_its_place_changes(
+    runs: Runs, shards: list[Path], whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    """With --restart and without; what else stands in those places stays."""
+    one, other, output = tmp_path / "one", tmp_path / "other", tmp_path / "output"
+    one.mkdir()
+    (one / "precious").write_text("mine")
+    places = [["--set", f"run.staging={place}"] for place in (one, other)]
+    stopped_in_pass_1(runs, shards, output, *places[0])
+    assert len(list(one.glob("gristmill-*"))) == 1
+    runs.finish(shards, output, "--restart", *places[1])
+    assert contents(output) == whole
+    stopped_in_pass_1(runs, shards, tmp_path / "output2", *places[1])
+    runs.finish(shards, tmp_path / "output2")
+    assert contents(tmp_path / "output2") == whole
+    assert [path.name for path in (*one.iterdir(), *other.iterdir())] == ["precious"]
+
+
+def test_one_run_at_a_time(
+    runs: Runs, shards: list[Path], whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    lock = tmp_path / ".staging" / "run.lock"
+    lock.parent.mkdir()
+    held = os.open(lock, os.O_CREAT | os.O_RDWR)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    ended = runs.run(shards, tmp_path)
+    assert ended.code == 2
+    assert "another run is at work" in ended.stderr
+    lock.unlink()  # the lock of a file that is gone guards nothing
+    runs.finish(shards, tmp_path)
+    os.close(held)
+    assert contents(tmp_path) == whole

@@ -148,10 +148,14 @@ def test_help_shows_an_example(verb: str, capsys: pytest.CaptureFixture[str]) ->
 def test_dry_run_writes_nothing(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = listing(place)
     assert main([*GOOD, "--dry-run"]) == 0
-    assert '"common_pages": 100' in capfd.readouterr().out
+    out = capfd.readouterr().out
+    assert '"common_pages": 100' in out
+    assert "\nRAM per worker  " in out
     assert main([*GOOD, "--dry-run", "--json"]) == 0
-    plan = json.loads(capfd.readouterr().out)
-    assert [file["name"] for file in plan["inputs"]] == ["good.warc.wet.gz"]
+    shown = json.loads(capfd.readouterr().out)
+    assert [file["name"] for file in shown["plan"]["inputs"]] == ["good.warc.wet.gz"]
+    assert shown["recipe"]["dedup"]["common_pages"] == 100
+    assert shown["estimate"]["stored_bytes"] == (place / "good.warc.wet.gz").stat().st_size
     assert listing(place) == before
 
 
