@@ -28,7 +28,7 @@ from models.fasttext_model import (
 from models.label_scores import LabelScores
 from models.word_vectors import END_OF_LINE, WordVectors
 
-CACHE_BYTES: Final = 64 << 20
+CACHE_BYTES: Final = 128 << 20
 """No more is kept, by the estimate of _ENTRY_BYTES for a word beside its vector."""
 _ENTRY_BYTES: Final = 180
 _CACHED_WORD_BYTES: Final = 40

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from models.errors import UserError
 from models.fasttext_classifier import FastTextClassifier, why_not
 from models.fasttext_model import DamagedModel, UnknownFormat, read_fasttext_model
-from models.languages import UNDETERMINED, parse_label
+from models.languages import UNDETERMINED, find_label
 
 Profile = Literal["ccnet", "default"]
 Engine = Literal["auto", "fasttext"]
@@ -168,8 +168,8 @@ def _load(path: str, engine: Engine) -> tuple[_Model, list[str]]:
 
 
 def _canonical(label: str) -> str:
-    try:
-        return parse_label(label)[0]
-    except UserError:
-        # A model may know languages that our table does not; their pages must not be lost.
-        return re.split(r"[-_]", label.removeprefix("__label__"), maxsplit=1)[0].lower()
+    found = find_label(label)
+    if found is not None:
+        return found[0]
+    # A model may know languages that our table does not; their pages must not be lost.
+    return re.split(r"[-_]", label.removeprefix("__label__"), maxsplit=1)[0].lower()

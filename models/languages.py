@@ -66,16 +66,24 @@ def parse_label(label: str) -> tuple[str, str]:
     >>> parse_label("__label__eng_Latn"), parse_label("cmn"), parse_label("zh-Hant")
     (('en', 'Latn'), ('zh', 'Hans'), ('zh', 'Hant'))
     """
+    found = find_label(label)
+    if found is None:
+        raise _unknown(label)
+    return found
+
+
+def find_label(label: str) -> tuple[str, str] | None:
+    """As `parse_label`, but None for what it does not know."""
     match = _LABEL.fullmatch(label.strip())
     if match is None:
-        raise _unknown(label)
+        return None
     written = match["language"].lower()
     script = (match["script"] or "").title()
     if written in _NO_SINGLE_LANGUAGE:
         return UNDETERMINED, script
     code = "sq" if written == "als" and script else _codes().get(written)
     if code is None:
-        raise _unknown(label)
+        return None
     if not script:
         tag = label.strip().lower().removeprefix("__label__").replace("_", "-")
         script = _REGION_SCRIPTS.get(tag, table()[code].script)

@@ -26,7 +26,7 @@ LABEL_PREFIX: Final = b"__label__"
 
 _SKIPPED: Final = -1
 _UNKNOWN: Final = -2
-_BLOCK_VALUES: Final = 1 << 17
+_BLOCK_NGRAMS: Final = 1 << 15
 _TABLE_BYTES: Final = 64 << 20
 
 
@@ -67,6 +67,7 @@ class WordVectors:
             used = buckets < self._bucket
             self._row_of_bucket = np.full(max(1, self._bucket), self._no_row, np.int32)
             self._row_of_bucket[buckets[used]] = self._first_ngram_row + rows[used]
+            self._is_known = self._row_of_bucket != self._no_row  # a quarter of its size
 
     def of(self, words: Sequence[bytes]) -> NDArray[np.float64]:
         """For each word the sum of its rows, in steps, and then how many they are: (n, dim + 1).
@@ -108,13 +109,16 @@ class WordVectors:
     ) -> None:
         if hashes.shape[0] == 0:
             return
-        step = max(1, _BLOCK_VALUES // (hashes.shape[0] * self.dim))
+        step = max(1, _BLOCK_NGRAMS // hashes.shape[0])
         for first in range(0, targets.size, step):
-            rows = self._rows_of_hashes(hashes[:, first : first + step])
+            rows, counts = self._known_rows(hashes[:, first : first + step])
+            some = np.flatnonzero(counts)
+            if not some.size:
+                continue
+            target, counts = targets[first : first + step][some], counts[some]
             # 32 bits are enough for the sum of a piece, and faster.
-            sums = self._rows(rows).sum(axis=0, dtype=np.int32)
-            counts = np.count_nonzero(rows != self._no_row, axis=0)
-            target = targets[first : first + step]
+            starts = np.cumsum(counts) - counts
+            sums = np.add.reduceat(self._rows(rows), starts, axis=0, dtype=np.int32)
             if not whole:  # a word's pieces follow one another
                 starts = np.flatnonzero(np.diff(target, prepend=-1))
                 sums = np.add.reduceat(sums, starts, axis=0, dtype=np.int64)
@@ -123,13 +127,22 @@ class WordVectors:
             vectors[target, : self.dim] += sums
             vectors[target, self.dim] += counts
 
-    def _rows_of_hashes(self, hashes: NDArray[np.uint32]) -> NDArray[np.integer]:
+    def _known_rows(
+        self, hashes: NDArray[np.uint32]
+    ) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
+        """The rows of n-grams (n-grams, pieces), piece after piece, and how many each piece has.
+
+        Of a pruned model most n-grams have no row: they are left out first.
+        """
+        hashes = np.ascontiguousarray(hashes.T)
         # hashes % bucket, in the form that NumPy has a fast loop for
         bucket = np.uint32(self._bucket)
         buckets = hashes - hashes // bucket * bucket
-        if self._row_of_bucket is not None:
-            return np.take(self._row_of_bucket, buckets)
-        return buckets.astype(np.int64) + self._first_ngram_row
+        if self._row_of_bucket is None:
+            rows = buckets.ravel().astype(np.int64) + self._first_ngram_row
+            return rows, np.full(buckets.shape[0], buckets.shape[1])
+        known = np.take(self._is_known, buckets)
+        return np.take(self._row_of_bucket, buckets[known]), np.count_nonzero(known, axis=1)
 
     def _rows(self, ids: NDArray[np.integer]) -> NDArray[np.int32]:
         """Rows `ids` in steps, (*ids.shape, dim); row `_no_row` is all zero."""

@@ -165,7 +165,7 @@ def test_the_same_bits_in_any_order_batch_and_cache(
     assert [shuffled[order.index(i)] for i in range(len(lines))] == expected
     # A cache that is emptied all the time, small blocks, no unpacked table
     monkeypatch.setattr(word_vectors, "_TABLE_BYTES", 0)
-    monkeypatch.setattr(word_vectors, "_BLOCK_VALUES", 5000)
+    monkeypatch.setattr(word_vectors, "_BLOCK_NGRAMS", 300)
     monkeypatch.setattr(char_ngrams, "_BLOCK_BYTES", 3000)
     monkeypatch.setattr(fasttext_classifier, "_BLOCK_BYTES", 4000)
     monkeypatch.setattr(label_scores, "_PRODUCT", 1)

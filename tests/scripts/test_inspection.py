@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def test_the_page_is_written(
     out, err = capsys.readouterr()
     text = (place / "new" / "report.html").read_text(encoding="utf-8")
     assert "12 of 12 pages (100.0 %) were kept, in 1 language." in text
-    assert "https://h3.example/" in text
+    assert re.search(r"https://h[0-6]\.example/\d", text)  # a page to read
     assert "Bengali (bn)" in text
     assert out.startswith("new/report.html: ")
     assert out.endswith(" kB\n")
