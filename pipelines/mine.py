@@ -14,6 +14,7 @@ the end.
 from __future__ import annotations
 
 import socket
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -38,7 +39,9 @@ class Keys(NamedTuple):
     """Pass 1 -> 2: where the keys of a unit are, or why there are none.
 
     failed: the unit could not be read, the run goes on without it. fault: the run cannot go on.
-    block: the keys of one range themselves (`Block.to_bytes`), when they go through the shuffle.
+    block: the keys of one range themselves (`Block.to_bytes`), when they go through the shuffle;
+    then only range 0 has the path. Shuffled as a plain tuple, which Beam encodes in few bytes:
+    there are as many as units times ranges.
     """
 
     unit: int
@@ -51,11 +54,14 @@ class Keys(NamedTuple):
 class Answer(NamedTuple):
     """Pass 2 -> 3: what one range decided for one unit. bits: `size` of them, packed.
 
-    The counts of the whole range, and its file in the new index, ride on its first unit.
+    The counts of the whole range, and its file in the new index, ride on its first unit. Only
+    range 0 brings the path of the keys. Shuffled as a plain tuple, as Keys.
     """
 
     part: int
-    keys: Keys
+    unit: int
+    path: str
+    failed: str
     size: int = 0
     bits: bytes = b""
     distinct: int = 0
@@ -91,10 +97,11 @@ def build(
         # Pass 3. Next key: one for all; value: a unit's report. The cutoffs need every report.
         | "clean" >> beam.Map(_clean, plan_path)
         | "all reports" >> beam.GroupByKey()
-        # Pass 4. Next key: task number; value: the task. The reports travel on, as number 0.
+        # Pass 4. Next key: task number; value: the task. The reports travel on, each by itself,
+        # as number 0.
         | "tasks" >> beam.FlatMap(_tasks, plan_path)
         | "by task" >> beam.GroupByKey()
-        | "regroup" >> beam.Map(_regroup, plan_path)
+        | "regroup" >> beam.FlatMap(_regroup, plan_path)
         | "all parts" >> beam.GroupByKey()
         | "publish" >> beam.Map(_publish, plan_path)
     )
@@ -115,7 +122,7 @@ def _units(number: int, plan_path: str, slices: int) -> list[int]:
 
 def _hash(
     unit: int, plan_path: str, exchange: Literal["files", "shuffle"]
-) -> Iterator[tuple[tuple[int, int], Keys]]:
+) -> Iterator[tuple[tuple[int, int], tuple[Any, ...]]]:
     plan = read_plan(plan_path)
     file = plan.inputs[unit]
     blocks = [b""] * plan.ranges
@@ -130,7 +137,8 @@ def _hash(
     except (GristmillError, OSError) as error:
         keys = Keys(unit, fault=f"keys of '{file.name}': {error}")
     for part, block in enumerate(blocks):
-        yield (file.group, part), keys._replace(block=block)
+        path = "" if block and part else keys.path
+        yield (file.group, part), tuple(keys._replace(path=path, block=block))
 
 
 def _blocks(path: str, ranges: int) -> list[bytes]:
@@ -142,10 +150,10 @@ def _blocks(path: str, ranges: int) -> list[bytes]:
 
 
 def _judge(
-    element: tuple[tuple[int, int], Iterable[Keys]], plan_path: str
-) -> Iterator[tuple[int, Answer]]:
+    element: tuple[tuple[int, int], Iterable[tuple[Any, ...]]], plan_path: str
+) -> Iterator[tuple[int, tuple[Any, ...]]]:
     (group, part), values = element
-    units = sorted(values)  # crawl order; a shuffle has none
+    units = sorted(Keys(*value) for value in values)  # crawl order; a shuffle has none
     faults = [keys.fault for keys in units if keys.fault]
     try:
         if faults:
@@ -153,9 +161,13 @@ def _judge(
         with timed(read_plan(plan_path), "judge", group * read_plan(plan_path).ranges + part):
             answers = _judge_range(units, part, plan_path)
     except (GristmillError, OSError) as error:
-        answers = [Answer(part, keys._replace(block=b""), fault=str(error)) for keys in units]
+        answers = [_answer(part, keys)._replace(fault=str(error)) for keys in units]
     for answer in answers:
-        yield answer.keys.unit, answer
+        yield answer.unit, tuple(answer)
+
+
+def _answer(part: int, keys: Keys) -> Answer:
+    return Answer(part, keys.unit, "" if part else keys.path, keys.failed)
 
 
 def _judge_range(units: list[Keys], part: int, plan_path: str) -> list[Answer]:
@@ -173,7 +185,7 @@ def _judge_range(units: list[Keys], part: int, plan_path: str) -> list[Answer]:
     earlier = read_index_range(dedup.index_in, part, plan.ranges) if dedup.index_in else None
     verdict = judge(blocks, keep=dedup.keep, common_pages=dedup.common_pages, index=earlier)
     answers = [
-        Answer(part, keys._replace(block=b""), bits.size, pack_bits(bits))
+        _answer(part, keys)._replace(size=bits.size, bits=pack_bits(bits))
         for keys, bits in zip(units, verdict.keep, strict=True)
     ]
     entry = None
@@ -185,18 +197,18 @@ def _judge_range(units: list[Keys], part: int, plan_path: str) -> list[Answer]:
     return answers
 
 
-def _clean(element: tuple[int, Iterable[Answer]], plan_path: str) -> tuple[int, Report]:
+def _clean(element: tuple[int, Iterable[tuple[Any, ...]]], plan_path: str) -> tuple[int, Report]:
     unit, values = element
     plan = read_plan(plan_path)
-    answers = sorted(values, key=lambda answer: answer.part)
-    keys = answers[0].keys
+    answers = sorted((Answer(*value) for value in values), key=lambda answer: answer.part)
+    path, failed = answers[0].path, answers[0].failed
     report: Report = {}
     faults = [answer.fault for answer in answers if answer.fault]
-    if not faults and not keys.failed:
+    if not faults and not failed:
         bits = unpack_bits((answer.size, answer.bits) for answer in answers)
         try:
             with timed(plan, "clean", unit) as piece:
-                report = clean_file(plan, plan.inputs[unit], keys.path, bits)
+                report = clean_file(plan, plan.inputs[unit], path, bits)
                 piece["bytes"] = plan.inputs[unit].bytes
                 piece["pages_kept"] = report["pages"]["written"]
                 piece["losses"] = len(report["losses"])
@@ -206,7 +218,7 @@ def _clean(element: tuple[int, Iterable[Answer]], plan_path: str) -> tuple[int, 
             faults = [f"input '{plan.inputs[unit].name}': {error}"]
     return _ALL, report | {
         "unit": unit,
-        "failed": keys.failed,
+        "failed": failed,
         "fault": faults[0] if faults else "",
         "distinct": sum(answer.distinct for answer in answers),
         "repeated": sum(answer.repeated for answer in answers),
@@ -216,30 +228,47 @@ def _clean(element: tuple[int, Iterable[Answer]], plan_path: str) -> tuple[int, 
 
 def _tasks(element: tuple[int, Iterable[Report]], plan_path: str) -> Iterator[tuple[int, Any]]:
     plan = read_plan(plan_path)
-    reports = sorted(element[1], key=lambda report: report["unit"])  # crawl order
+    histograms: dict[str, Counter[int]] = {}
+    reports = []
+    for report in element[1]:  # most of a report is its histograms: they are added up at once
+        groups = report.get("row_groups", [])
+        for group in groups:
+            of_language = histograms.setdefault(group["language"], Counter())
+            of_language.update(dict(group["histogram"]))
+        slim = [{k: v for k, v in group.items() if k != "histogram"} for group in groups]
+        reports.append(report | {"row_groups": slim})
+    reports.sort(key=lambda report: report["unit"])  # crawl order
+    cutoffs = cutoffs_of_run(plan, histograms)
+    yield _REPORTS, Finished(cutoffs=cutoffs)
+    for report in reports:
+        of_publish = {key: value for key, value in report.items() if key != "row_groups"}
+        yield _REPORTS, Finished(reports=[of_publish])
     good = [report for report in reports if not report["failed"] and not report["fault"]]
-    cutoffs = cutoffs_of_run(plan, good)
-    yield _REPORTS, {"reports": reports, "cutoffs": cutoffs}
     if len(good) == sum(not report["failed"] for report in reports):
         tasks = plan_tasks(plan, good, cutoffs)
         announce(plan, "regroup", pieces=len(tasks), bytes_total=sum(map(task_bytes, tasks)))
         yield from enumerate(tasks, start=1)
 
 
-def _regroup(element: tuple[int, Iterable[Any]], plan_path: str) -> tuple[int, Finished]:
+def _regroup(element: tuple[int, Iterable[Any]], plan_path: str) -> Iterator[tuple[int, Finished]]:
     number, values = element
-    (value,) = values
     if number == _REPORTS:
-        return _ALL, Finished(**value)
+        yield from ((_ALL, finished) for finished in values)
+        return
+    (task,) = values
+    yield _ALL, _regroup_task(number, task, plan_path)
+
+
+def _regroup_task(number: int, value: Any, plan_path: str) -> Finished:
     plan = read_plan(plan_path)
     try:
         with timed(plan, "regroup", number) as piece:
             outputs = regroup(plan, value)
             piece["bytes"] = task_bytes(value)
             piece["pages_kept"] = sum(output["rows"] for output in outputs)
-        return _ALL, Finished(outputs=outputs)
+        return Finished(outputs=outputs)
     except (GristmillError, OSError) as error:
-        return _ALL, Finished(faults=[f"part of language '{value['language']}': {error}"])
+        return Finished(faults=[f"part of language '{value['language']}': {error}"])
 
 
 def _publish(element: tuple[int, Iterable[Finished]], plan_path: str) -> str:

@@ -41,7 +41,7 @@ FAULTS_FILE = "faults.json"
 
 @dataclass(frozen=True)
 class Finished:
-    """What the passes hand in: once the reports and cutoffs, and the parts of each task."""
+    """A part of what the passes hand in: reports, the cutoffs (once), the parts of a task."""
 
     reports: list[Report] = field(default_factory=list)
     cutoffs: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -56,7 +56,10 @@ def publish(plan: Plan, finished: list[Finished]) -> str:
     list of them in the staging folder, and the path of that list is given. Raises Fault when not
     even that can be written, OSError when the manifest cannot.
     """
-    reports = [report for part in finished for report in part.reports]
+    reports = sorted(
+        (report for part in finished for report in part.reports),
+        key=lambda report: int(report["unit"]),
+    )
     faults = [fault for part in finished for fault in part.faults]
     faults += sorted({report["fault"] for report in reports if report["fault"]})
     failed = [] if faults else failed_inputs(plan, reports)
@@ -130,7 +133,7 @@ def _manifest(
         OutputEntry(**output) for output in sorted(found, key=lambda output: output["path"])
     )
     failed = dict(failed_inputs(plan, reports))
-    cutoffs = next(part.cutoffs for part in finished if part.reports)
+    cutoffs = {code: pair for part in finished for code, pair in part.cutoffs.items()}
     models = [plan.language_id]
     for language in sorted(plan.language_models):
         pair = plan.language_models[language]

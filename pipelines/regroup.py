@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
 from typing import Any
@@ -50,17 +50,18 @@ Task = dict[str, Any]
 Output = dict[str, Any]
 
 
-def cutoffs_of_run(plan: Plan, reports: Sequence[Report]) -> dict[str, tuple[float, float]]:
-    """Perplexity cutoffs by language: the recipe's, or the percentiles of this run's pages."""
+def cutoffs_of_run(
+    plan: Plan, histograms: Mapping[str, Mapping[int, int]]
+) -> dict[str, tuple[float, float]]:
+    """Perplexity cutoffs by language: the recipe's, or the percentiles of this run's pages.
+
+    histograms: of all pages with a perplexity (`pipelines.buckets.histogram`), by language.
+    """
     if plan.cutoffs is not None:
         return {lang: pair for lang, pair in plan.cutoffs.items() if lang in plan.language_models}
-    by_language: dict[str, list[dict[int, int]]] = {}
-    for report in reports:
-        for group in report["row_groups"]:
-            by_language.setdefault(group["language"], []).append(dict(group["histogram"]))
     found = {
-        language: percentile_cutoffs(histograms, plan.recipe.quality.percentiles)
-        for language, histograms in sorted(by_language.items())
+        language: percentile_cutoffs([counts], plan.recipe.quality.percentiles)
+        for language, counts in sorted(histograms.items())
     }
     return {language: pair for language, pair in found.items() if pair is not None}
 
