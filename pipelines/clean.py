@@ -9,68 +9,28 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections import Counter
 from collections.abc import Iterator
 from itertools import compress
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from models import files
 from models.errors import DamagedInput, Fault
 from models.language_id import LanguageIdentifier, passes
 from models.languages import UNDETERMINED, check_codes
-from models.ngram import PageScorer
 from pipelines.arrays import open_arrays
-from pipelines.buckets import histogram
 from pipelines.dedup import FileKeys, apply
-from pipelines.hashing import batches
+from pipelines.hashing import batches, input_bytes
 from pipelines.model_check import check_models
 from pipelines.pages import Page, read_page
 from pipelines.plan import FORMAT, InputFile, Plan
 from pipelines.sealed import read_sealed, write_sealed
+from pipelines.staging import rows_of, write_drops, write_staging
 from pipelines.wet import WetReader
 
-STAGING_SCHEMA = pa.schema(
-    [
-        ("url", pa.string()),
-        ("host", pa.string()),
-        ("date", pa.string()),
-        ("digest", pa.string()),
-        ("record_id", pa.string()),
-        ("warc_file", pa.string()),
-        ("warc_offset", pa.int64()),
-        ("language", pa.string()),
-        ("language_score", pa.float64()),
-        ("perplexity", pa.float64()),
-        ("title", pa.string()),
-        ("text", pa.string()),
-        ("line_ids", pa.list_(pa.int32())),
-        ("original_lines", pa.int32()),
-        ("original_bytes", pa.int64()),
-        ("chars", pa.int32()),
-    ]
-)
-DROPS_SCHEMA = pa.schema(
-    [
-        ("url", pa.string()),
-        ("record_id", pa.string()),
-        ("warc_file", pa.string()),
-        ("warc_offset", pa.int64()),
-        ("reason", pa.string()),
-        ("language", pa.string()),
-        ("language_score", pa.float64()),
-        ("chars", pa.int32()),
-    ]
-)
-_ROW_GROUP_PAGES = 1024
-# Nearly every address is of this kind; urlsplit takes 50 times as long.
-_USUAL_HOST = re.compile(r"https?://([a-z0-9.-]+)(?::[0-9]+)?(?=[/?#]|$)")
 _EMPTY_KEY = np.uint64(957_977_401_221_134_810)  # SHA-1 of "", its first 8 bytes
 
 Report = dict[str, Any]
@@ -106,7 +66,7 @@ def _input(url: str) -> Iterator[memoryview]:
     """The bytes of a WET file that pass 1 has read. Raises Fault when they are gone."""
     with contextlib.ExitStack() as stack:
         try:
-            data = stack.enter_context(files.mapped(url))
+            data = stack.enter_context(input_bytes(url))
         except OSError as error:
             raise Fault(
                 f"cannot be read any more ({error.strerror or error}): put it back, or leave it "
@@ -189,16 +149,11 @@ class _Cleaner:
             self._clean_batch(batch)
         if self.next_page != len(self.sizes):
             raise Fault(f"'{self.unit.name}' has {self.next_page} pages, its key file others")
-        table = pa.concat_tables([STAGING_SCHEMA.empty_table(), *self.tables])
-        self.tables.clear()
-        order = pc.sort_indices(table["language"].combine_chunks())  # stable
-        table = table.combine_chunks().take(order)
-        row_groups = self._stage(table, f"{base}.parquet")
+        written = sum(table.num_rows for table in self.tables)
+        row_groups, xxh3 = write_staging(self.plan, self.tables, f"{base}.parquet")
         drops_xxh3 = ""
         if self.recipe.output.drops:
-            with files.atomic_path(f"{base}.drops.parquet", durable=False) as temporary:
-                pq.write_table(pa.Table.from_pylist(self.drops, DROPS_SCHEMA), temporary)
-            drops_xxh3 = files.xxh3_file(f"{base}.drops.parquet")
+            drops_xxh3 = write_drops(self.drops, f"{base}.drops.parquet")
         counts = reader.counts
         return {
             "records": {
@@ -209,7 +164,7 @@ class _Cleaner:
             },
             "pages": {
                 "read": counts.read,
-                "written": table.num_rows,
+                "written": written,
                 "dropped": dict(sorted(self.pages.items())),
             },
             "paragraphs": {
@@ -219,7 +174,7 @@ class _Cleaner:
             },
             "losses": [[loss.offset, loss.bytes, loss.reason] for loss in reader.losses],
             "row_groups": row_groups,
-            "xxh3": files.xxh3_file(f"{base}.parquet"),
+            "xxh3": xxh3,
             "drops_xxh3": drops_xxh3,
         }
 
@@ -284,12 +239,13 @@ class _Cleaner:
                 rows.append(i)
                 self.kept_paragraphs += sizes[i]
         self.tables.append(
-            self._rows(
+            rows_of(
                 [kept_pages[i] for i in rows],
                 [texts[i] for i in rows],
                 [line_ids[i] for i in rows],
                 [languages[i] for i in rows],
                 [float(scores[i]) for i in rows],
+                warc_file=self.unit.name,
             )
         )
 
@@ -323,94 +279,9 @@ class _Cleaner:
                 }
             )  # fmt: skip
 
-    def _rows(
-        self,
-        pages: list[Page],
-        texts: list[str],
-        line_ids: list[np.ndarray],
-        languages: list[str],
-        scores: list[float],
-    ) -> pa.Table:
-        records = [page.record for page in pages]
-        starts = np.cumsum([0, *(ids.size for ids in line_ids)])
-        flat = np.concatenate([np.empty(0, np.int32), *line_ids])
-        count = len(pages)
-        columns = {
-            "url": [record.url for record in records],
-            "host": [_host(record.url) for record in records],
-            "date": [record.date for record in records],
-            "digest": [record.digest for record in records],
-            "record_id": [record.record_id for record in records],
-            "warc_file": [self.unit.name] * count,
-            "warc_offset": [record.warc_offset for record in records],
-            "language": languages,
-            "language_score": scores,
-            "perplexity": pa.nulls(count, pa.float64()),
-            "title": [page.title for page in pages],
-            "text": texts,
-            "line_ids": pa.ListArray.from_arrays(pa.array(starts, pa.int32()), pa.array(flat)),
-            "original_lines": [len(page.lines) for page in pages],
-            "original_bytes": [len(record.body) for record in records],
-            "chars": [len(text) for text in texts],
-        }
-        return pa.table(columns, schema=STAGING_SCHEMA)
-
-    def _stage(self, table: pa.Table, path: str) -> list[Report]:
-        """Write `table`, sorted by language, scored; gives what each row group holds."""
-        row_groups: list[Report] = []
-        with (
-            files.atomic_path(path, durable=False) as temporary,
-            pq.ParquetWriter(
-                temporary, STAGING_SCHEMA, compression="zstd", compression_level=1,
-                use_dictionary=["host", "language", "warc_file"], write_page_checksum=True,
-            ) as writer,
-        ):  # fmt: skip
-            runs = pc.run_end_encode(table["language"].combine_chunks())
-            first = 0
-            for language, last in zip(
-                runs.values.to_pylist(), runs.run_ends.to_pylist(), strict=True
-            ):
-                for start in range(first, last, _ROW_GROUP_PAGES):
-                    rows = table.slice(start, min(_ROW_GROUP_PAGES, last - start))
-                    row_groups.append(self._stage_rows(writer, language, rows))
-                first = last
-        return row_groups
-
-    def _stage_rows(self, writer: pq.ParquetWriter, language: str, rows: pa.Table) -> Report:
-        perplexities = np.full(rows.num_rows, np.nan)
-        model = self.plan.language_models.get(language)
-        if model is not None:
-            scorer = PageScorer(
-                model.tokenizer.local(),
-                model.ngram.local(),
-                self.recipe.quality.profile,
-                min_chars=self.recipe.quality.min_chars,
-            )
-            perplexities = scorer.score(rows["text"].to_pylist())
-            column = pa.array(perplexities, mask=np.isnan(perplexities))
-            rows = rows.set_column(rows.schema.get_field_index("perplexity"), "perplexity", column)
-        writer.write_table(rows, row_group_size=rows.num_rows)
-        return {
-            "language": language,
-            "pages": rows.num_rows,
-            "bytes": pc.sum(pc.binary_length(rows["text"])).as_py(),
-            "histogram": sorted(histogram(perplexities).items()),
-        }
-
 
 def _by_page(flags: np.ndarray, offsets: np.ndarray) -> list[int]:
     """How many of `flags`, one for each paragraph, are set on each page."""
     sums = np.concatenate([[0], np.cumsum(flags)])
     counts: list[int] = np.diff(sums[offsets]).tolist()
     return counts
-
-
-def _host(url: str) -> str:
-    """The host of an address, lower case, without user and port; "" when there is none."""
-    usual = _USUAL_HOST.match(url)
-    if usual is not None:
-        return usual[1]
-    try:
-        return urlsplit(url).hostname or ""
-    except ValueError:
-        return ""

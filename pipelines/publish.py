@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from models import files
 from models.errors import Fault
-from pipelines.clean import DROPS_SCHEMA, Report
+from pipelines.clean import Report
 from pipelines.index import index_listing, publish_index
 from pipelines.manifest import (
     MANIFEST_FILE,
@@ -33,6 +33,7 @@ from pipelines.manifest import (
 )
 from pipelines.plan import Plan
 from pipelines.regroup import PAGES, Output
+from pipelines.staging import DROPS_SCHEMA
 from pipelines.timings import TIMINGS_FILE, collect, timed
 
 DROPS_FILE = "drops.parquet"

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -21,10 +22,11 @@ import pyarrow.parquet as pq
 from models import files
 from models.errors import DamagedInput
 from pipelines.buckets import BUCKETS, buckets_of, percentile_cutoffs
-from pipelines.clean import STAGING_SCHEMA, Report
+from pipelines.clean import Report
 from pipelines.manifest import SCHEMA_VERSION
 from pipelines.plan import Plan
 from pipelines.sealed import read_sealed, write_sealed
+from pipelines.staging import STAGING_SCHEMA
 
 _NAME = pa.dictionary(pa.int32(), pa.string())
 # As dictionaries, language and bucket agree with what Arrow infers from the folder names, so
@@ -139,6 +141,11 @@ def _finished(plan: Plan, marker: str) -> list[Output] | None:
     return outputs
 
 
+@functools.lru_cache(maxsize=1)
+def _tool_version() -> str:
+    return version("gristmill")
+
+
 def _origin(plan: Plan) -> dict[str, str]:
     """Key-value metadata of each shard, the same as in the manifest, whose own digest no file that
     it lists can name."""
@@ -146,32 +153,41 @@ def _origin(plan: Plan) -> dict[str, str]:
         "gristmill.recipe": plan.recipe.name,
         "gristmill.recipe_digest": plan.digest(),
         "gristmill.schema_version": str(SCHEMA_VERSION),
-        "gristmill.tool_version": version("gristmill"),
+        "gristmill.tool_version": _tool_version(),
     }
 
 
 class _Part:
     """One Parquet file in the making."""
 
-    def __init__(self, stack: ExitStack, plan: Plan, relative: str) -> None:
-        self.relative = relative
-        self.url = files.join(plan.recipe.output.directory, relative)
-        self.writer = stack.enter_context(
-            pq.ParquetWriter(
-                stack.enter_context(files.atomic_path(self.url)),
-                SHARD_SCHEMA.with_metadata(_origin(plan)),
-                compression="zstd",
-                compression_level=plan.recipe.output.compression_level,
-                use_dictionary=["host", "language", "bucket", "warc_file"],
-                write_page_index=True,
-                write_page_checksum=True,
-            )
-        )
+    def __init__(self, plan: Plan, language: str, bucket: str, number: int) -> None:
+        self.language, self.bucket = language, bucket
+        self.relative = f"{PAGES}/language={language}/bucket={bucket}/part-{number:05d}.parquet"
+        self.plan = plan
         self.waiting: list[pa.Table] = []
         self.waiting_bytes = 0
         self.rows = 0
         self.chars = 0
         self.text_bytes = 0
+        self.output: Output = {}
+
+    def written(self, stack: ExitStack) -> _Part:
+        """Open the file; it is closed, described in `output` and renamed when `stack` unwinds."""
+        url = files.join(self.plan.recipe.output.directory, self.relative)
+        temporary = stack.enter_context(files.atomic_path(url))
+        stack.callback(self._describe, temporary)
+        self.writer = stack.enter_context(
+            pq.ParquetWriter(
+                temporary,
+                SHARD_SCHEMA.with_metadata(_origin(self.plan)),
+                compression="zstd",
+                compression_level=self.plan.recipe.output.compression_level,
+                use_dictionary=["host", "language", "bucket", "warc_file"],
+                write_page_index=True,
+                write_page_checksum=True,
+            )
+        )
+        return self
 
     def add(self, rows: pa.Table) -> None:
         self.waiting.append(rows)
@@ -185,43 +201,46 @@ class _Part:
 
     def flush(self) -> None:
         if self.waiting:
-            table = pa.concat_tables(self.waiting)
+            table = _with_names(pa.concat_tables(self.waiting), self.language, self.bucket)
             self.writer.write_table(table, row_group_size=table.num_rows)
             self.waiting, self.waiting_bytes = [], 0
 
+    def _describe(self, temporary: Path) -> None:
+        if temporary.exists():
+            self.output = {
+                "path": self.relative,
+                "language": self.language,
+                "bucket": self.bucket,
+                "rows": self.rows,
+                "chars": self.chars,
+                "text_bytes": self.text_bytes,
+                "bytes": files.size_bytes(temporary),
+                "xxh3": files.xxh3_file(temporary),
+            }
+
 
 def _write_parts(plan: Plan, task: Task) -> list[Output]:
-    language, part = task["language"], task["part"]
+    cutoffs = tuple(task["cutoffs"]) if task["cutoffs"] else None
     parts: dict[str, _Part] = {}
     with ExitStack() as stack:
         for rows in _rows(task):
-            names = buckets_of(
-                rows["perplexity"].to_numpy(zero_copy_only=False),
-                tuple(task["cutoffs"]) if task["cutoffs"] else None,
-            )
-            for bucket in sorted(set(names)):
+            for bucket, chosen in _by_bucket(rows, cutoffs):
                 if bucket not in parts:
-                    relative = (
-                        f"{PAGES}/language={language}/bucket={bucket}/part-{part:05d}.parquet"
-                    )
-                    parts[bucket] = _Part(stack, plan, relative)
-                chosen = rows.filter(pa.array(names == bucket))
-                parts[bucket].add(_with_bucket(chosen, bucket))
-        for made in parts.values():
-            made.flush()
-    return [
-        {
-            "path": made.relative,
-            "language": language,
-            "bucket": bucket,
-            "rows": made.rows,
-            "chars": made.chars,
-            "text_bytes": made.text_bytes,
-            "bytes": files.size_bytes(made.url),
-            "xxh3": files.xxh3_file(made.url),
-        }
-        for bucket, made in sorted(parts.items())
-    ]
+                    part = _Part(plan, task["language"], bucket, task["part"])
+                    parts[bucket] = part.written(stack)
+                parts[bucket].add(chosen)
+        for part in parts.values():
+            part.flush()
+    return [part.output for _, part in sorted(parts.items())]
+
+
+def _by_bucket(
+    rows: pa.Table, cutoffs: tuple[float, float] | None
+) -> Iterator[tuple[str, pa.Table]]:
+    names = buckets_of(rows["perplexity"].to_numpy(zero_copy_only=False), cutoffs)
+    found = sorted(set(names))
+    for bucket in found:
+        yield bucket, rows if len(found) == 1 else rows.filter(pa.array(names == bucket))
 
 
 def _rows(task: Task) -> Iterable[pa.Table]:
@@ -252,10 +271,11 @@ def _metadata(path: str, xxh3: str) -> pq.FileMetaData:
         return pq.read_metadata(pa.BufferReader(data))
 
 
-def _with_bucket(rows: pa.Table, bucket: str) -> pa.Table:
-    named = pa.DictionaryArray.from_arrays(
-        pa.nulls(rows.num_rows, pa.int32()).fill_null(0), [bucket]
+def _with_names(rows: pa.Table, language: str, bucket: str) -> pa.Table:
+    first = pa.nulls(rows.num_rows, pa.int32()).fill_null(0)
+    names = {"language": language, "bucket": bucket}
+    columns = {name: pa.DictionaryArray.from_arrays(first, [names[name]]) for name in names}
+    return pa.table(
+        [columns[name] if name in columns else rows[name] for name in SHARD_SCHEMA.names],
+        schema=SHARD_SCHEMA,
     )
-    columns = {name: rows[name] for name in rows.column_names} | {"bucket": named}
-    columns["language"] = rows["language"].cast(_NAME)
-    return pa.table([columns[name] for name in SHARD_SCHEMA.names], schema=SHARD_SCHEMA)

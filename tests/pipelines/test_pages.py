@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.clean import _host
 from pipelines.pages import Page, read_page
 from pipelines.recipe import Pages
+from pipelines.staging import host_of
 from pipelines.wet import Record
 
 
@@ -71,4 +71,4 @@ def test_host_is_that_of_urlsplit(scheme: str, host: str, rest: str, user: str) 
         expected = urlsplit(url).hostname or ""
     except ValueError:
         expected = ""
-    assert _host(url) == expected
+    assert host_of(url) == expected
