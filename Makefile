@@ -28,6 +28,10 @@ lint: .venv/ready
 
 bench: .venv/ready
 	$(BIN)/python -m scripts.bench_mine
+	$(BIN)/python -m scripts.bench_lid
+	$(BIN)/python -m scripts.bench_scale --sizes 0.1 1 5 --workers 1 2
+	$(BIN)/python -m scripts.bench_scale --sizes 0.1 --workers 1 --set run.exchange=shuffle
+	$(BIN)/python -m scripts.bench_peers
 
 clean:
 	rm -rf .venv out

@@ -17,7 +17,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from models import files
 from models.errors import UserError
 from pipelines import dataflow
 from pipelines.plan import Plan
@@ -142,16 +141,14 @@ def runner_name(pipeline: Any) -> str:
 
 
 def exchange_of(pipeline: Any, plan: Plan) -> Literal["files", "shuffle"]:
-    """How keys get to the judges: `run.exchange`, or what suits this runner and staging folder.
+    """How keys get to the judges: `run.exchange`, or what suits this runner.
 
-    Through files where opening them costs nothing: the local runner holds all that it shuffles
-    in memory. Through the shuffle elsewhere: on a cluster each of K judges would open the key
-    file of every input.
+    Through files on the local runner, which holds all that it shuffles in memory. Through the
+    shuffle elsewhere: on a cluster each of K judges would open the key file of every input.
     """
     if plan.recipe.run.exchange != "auto":
         return plan.recipe.run.exchange
-    local = runner_name(pipeline) == LOCAL_RUNNER and files.is_local(plan.staging)
-    return "files" if local else "shuffle"
+    return "files" if runner_name(pipeline) == LOCAL_RUNNER else "shuffle"
 
 
 def slices_of(pipeline: Any) -> int:

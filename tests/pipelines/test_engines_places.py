@@ -87,7 +87,7 @@ def test_how_keys_are_exchanged(tmp_path: Path) -> None:
     on_disk = plan_of(str(tmp_path / "s"), "out", None, tmp_path)
     remote = plan_of("memory://s", "out", None, tmp_path)
     assert exchange_of(local, on_disk) == "files"
-    assert exchange_of(local, remote) == "shuffle"
+    assert exchange_of(local, remote) == "files"
     assert exchange_of(portable, on_disk) == "shuffle"
     for choice in ("files", "shuffle"):
         run = on_disk.recipe.run.model_copy(update={"exchange": choice})
