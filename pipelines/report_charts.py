@@ -219,7 +219,7 @@ def _histogram(histogram: Histogram, cutoffs: Mapping[str, float], size: Size) -
         "axis": {
             "tickCount": 4,
             "tickMinStep": 1,
-            "format": "," if tallest < 10_000 else "~s",
+            "format": ",d" if tallest < 10_000 else "~s",
             "domain": False,
             "ticks": False,
         },

@@ -329,6 +329,14 @@ def test_same_crawl_same_bytes(crawl: tuple[Manifest, Path], path: Path, tmp_pat
     assert again.read_bytes() == path.read_bytes()
 
 
+def test_counts_on_an_axis_are_written_out(tmp_path: Path) -> None:
+    manifest = write_crawl(tmp_path, [page(n, "bn", "head") for n in range(90)])
+    text = written((manifest, tmp_path), tmp_path / "report.html").read_text(encoding="utf-8")
+    labels = set(re.findall(r"<text[^>]*>([^<]+)</text>", text))
+    assert {"20", "40", "60", "80"} <= labels
+    assert not [label for label in labels if re.search(r"\de[+-]?\d", label)]
+
+
 def test_an_empty_crawl(browser: Any, tmp_path: Path) -> None:
     manifest = write_crawl(tmp_path, [], dropped={"too_short": 4})
     target = written((manifest, tmp_path), tmp_path / "report.html")
