@@ -35,27 +35,34 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 def claimed(plan: Plan, *, restart: bool) -> Iterator[None]:
     """Take the output folder for this run; one run at a time where the file system can lock.
 
-    Raises UserError when another run is at work there or a folder cannot be written, Fault when
-    the disk is full.
+    Raises UserError when another run is at work there, a folder cannot be written, or `restart`
+    would throw away another run's index, Fault when the disk is full.
     """
     directory = plan.recipe.output.directory
+    index_out = plan.recipe.dedup.index_out
+    if restart:
+        _check_index_out(plan)
     with contextlib.ExitStack() as stack:
         try:
+            folders = [place for place in (index_out, plan.staging) if place is not None]
+            for folder in (directory, *folders):
+                _check_folder(folder)
             _lock(stack, plan)
-            for folder in (plan.recipe.dedup.index_out, plan.staging):
-                if folder is not None and files.is_local(folder):
+            for folder in folders:
+                if files.is_local(folder):
                     files.local_path(folder).mkdir(parents=True, exist_ok=True)
             sweep(plan)
             if restart:
                 _throw_away(plan)
-            # A manifest that stands is not true any more once its parts are made again.
-            _remove(directory, MANIFEST_FILE)
-            _remove(plan.staging, FAULTS_FILE)
-            if plan.recipe.dedup.index_out is not None:
-                _remove(plan.recipe.dedup.index_out, INDEX_FILE)
             claim = {"work": _work(plan), "staging": [plan.staging, *_other_staging(plan)]}
             text = json.dumps(claim, indent=1) + "\n"
             files.write_atomic(files.join(_folder(plan), _CLAIM_FILE), text)
+            # Now that the claim says whose the parts are: a manifest that stands is not true any
+            # more once they are made again.
+            _remove(directory, MANIFEST_FILE)
+            _remove(plan.staging, FAULTS_FILE)
+            if index_out is not None:
+                _remove(index_out, INDEX_FILE)
         except OSError as error:
             place = error.filename or directory
             what = f"output '{directory}' cannot be written ({error.strerror or error}: '{place}')"
@@ -85,12 +92,22 @@ def clean_up(plan: Plan) -> None:
             if folder != _folder(plan):
                 files.remove_tree(folder)
     if not plan.recipe.run.keep_staging or _folder(plan) != plan.staging:
+        if files.is_local(_folder(plan)):
+            for path in files.local_path(_folder(plan)).glob("*"):
+                if path.name != _LOCK_FILE:  # while it stands, nobody else begins here
+                    files.remove_tree(path)
         files.remove_tree(_folder(plan))
 
 
 def clean_up_after_kill(plan: Plan) -> None:
-    """Finish the clean-up of a run that was killed in it, unless somebody is at work there."""
-    if is_claimed(plan) and is_ours(plan) and not plan.recipe.run.keep_staging:
+    """Finish the clean-up of a run that was killed in it, unless somebody is at work there.
+
+    The output is finished work of this plan: a staging folder without a claim is what is left
+    where the claim was removed before the rest.
+    """
+    if plan.recipe.run.keep_staging or not files.exists(_folder(plan)):
+        return
+    if is_ours(plan) or not is_claimed(plan):
         with contextlib.suppress(OSError, UserError), contextlib.ExitStack() as stack:
             _lock(stack, plan)
             sweep(plan)
@@ -182,19 +199,37 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
+def _check_folder(folder: str) -> None:
+    """Raises OSError where a local `folder` cannot be made or written to; makes nothing."""
+    if not files.is_local(folder):
+        return
+    path = files.local_path(folder)
+    while not path.exists():
+        path = path.parent
+    if not path.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+def _check_index_out(plan: Plan) -> None:
+    """Raises UserError when the index that stands is not of the run whose output stands."""
+    directory, index_out = plan.recipe.output.directory, plan.recipe.dedup.index_out
+    if index_out is None or index_xxh3(index_out) is None:
+        return
+    ours = None
+    if files.exists(files.join(directory, MANIFEST_FILE)):
+        ours = read_manifest(directory).index_out
+    if index_xxh3(index_out) != ours:
+        raise UserError(index_taken(index_out))
+
+
 def _remove(folder: str, name: str) -> None:
     files.remove(files.join(folder, name))
 
 
 def _throw_away(plan: Plan) -> None:
     directory = plan.recipe.output.directory
-    index_out = plan.recipe.dedup.index_out
-    if index_out is not None and index_xxh3(index_out) is not None:
-        ours = None
-        if files.exists(files.join(directory, MANIFEST_FILE)):
-            ours = read_manifest(directory).index_out
-        if index_xxh3(index_out) != ours:
-            raise UserError(index_taken(index_out))
     for name in (MANIFEST_FILE, TIMINGS_FILE, DROPS_FILE):  # the manifest first
         _remove(directory, name)
     for path in parts_in(directory):

@@ -26,6 +26,7 @@ from pipelines.wet import WetReader
 BATCH_CHARS = 2_000_000
 """Text worked on at a time: enough for vectorised work, small beside everything else."""
 
+_COPIED_BYTES = 1 << 30
 # What keeps a sound input from being opened: the machine's fault, not the input's.
 _OF_THE_MACHINE = {
     errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
@@ -40,7 +41,7 @@ def hash_file(plan: Plan, unit: InputFile) -> str:
     """
     with contextlib.ExitStack() as stack:
         try:
-            data = stack.enter_context(files.mapped(unit.url))
+            data = stack.enter_context(input_bytes(unit.url))
         except OSError as error:
             if error.errno in _OF_THE_MACHINE:
                 raise
@@ -64,6 +65,20 @@ def hash_file(plan: Plan, unit: InputFile) -> str:
     )
     keys_of_file.write(path, {"xxh3": identity})
     return path
+
+
+@contextlib.contextmanager
+def input_bytes(url: str) -> Iterator[memoryview]:
+    """The bytes of the WET file at `url`. Raises OSError.
+
+    They are copied: a mapped file that is cut meanwhile, or whose disk fails, ends the process by
+    SIGBUS, without a word. Only one that is larger than any of a crawl (1 GiB) is mapped.
+    """
+    if files.is_local(url) and files.size_bytes(url) <= _COPIED_BYTES:
+        yield memoryview(files.read_bytes(url))
+    else:
+        with files.mapped(url) as data:
+            yield data
 
 
 def batches(pages: Iterable[Page]) -> Iterator[list[Page]]:

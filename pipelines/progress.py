@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ _RATE_WINDOW_S = 120.0
 _MTIME_DOUBT_NS = 1_000_000_000
 """A folder that changed so shortly before it was listed may have changed again since."""
 _COLUMNS = 80
+_READS_AT_ONCE = 16
 
 
 @contextlib.contextmanager
@@ -151,12 +153,10 @@ class _Pieces:
                 self._unchanged[folder.name] = changed_ns
 
     def _remote(self) -> Iterator[tuple[int, str]]:
-        system, _ = files.filesystem(self._folder)
-        system.invalidate_cache()
-        for path in files.find(self._folder, "*/*.json"):
-            number = path.rpartition("/")[2].removesuffix(".json")
+        for url in files.find(self._folder, "*/*.json"):
+            number = url.rpartition("/")[2].removesuffix(".json")
             if number.isdecimal():
-                yield int(number), str(system.unstrip_protocol(path))
+                yield int(number), url
 
 
 class _Reporter:
@@ -194,12 +194,15 @@ class _Reporter:
         """Report until `stop` is set, and once more after that."""
         while not stop.wait(self._tick_s):
             self._tick()
-        if self._waiting:
-            self._tick()
+        self._tick()
         if self._live and self._waiting:
             print(file=sys.stderr, flush=True)
 
     def _tick(self) -> None:
+        with contextlib.suppress(OSError):  # a store, or a terminal, that does not answer now
+            self._follow()
+
+    def _follow(self) -> None:
         while self._waiting:
             state = self._waiting[0]
             self._update(state)
@@ -215,9 +218,8 @@ class _Reporter:
             total = timings.announced(self._plan, state.name)
             if total is not None:
                 state.files_total, state.bytes_total = total["pieces"], total["bytes"]
-        for number, path in self._pieces.new():
+        for number, figures in self._new_figures():
             state.files += 1
-            figures = timings.read_figures(path) or {}
             state.last_end_unix_s = max(state.last_end_unix_s, figures.get("ended_unix_s", 0.0))
             if figures.get("failed") and state.name == "hash":
                 self._failed_units.add(number)
@@ -228,6 +230,17 @@ class _Reporter:
                 state.pages_kept += figures.get("pages_kept", 0)
             if state.losses is not None:
                 state.losses += figures.get("losses", 0)
+
+    def _new_figures(self) -> Iterator[tuple[int, timings.Figures]]:
+        fresh = self._pieces.new()
+        paths = [path for _, path in fresh]
+        if files.is_local(self._plan.staging):
+            found = [timings.read_figures(path) for path in paths]
+        else:
+            with ThreadPoolExecutor(_READS_AT_ONCE) as pool:
+                found = list(pool.map(timings.read_figures, paths))
+        for (number, _), figures in zip(fresh, found, strict=True):
+            yield number, figures or {}
 
     def _show(self, state: PassState) -> None:
         figures = state.figures()
@@ -243,32 +256,35 @@ class _Reporter:
         print(f"\r{line}\x1b[K", end=end, file=sys.stderr, flush=True)
 
 
+_MANY_BYTES = 10_000_000_000
 _THINGS = {"hash": "files", "judge": "ranges", "clean": "files", "regroup": "tasks"}
 
 
 def live_line(figures: dict[str, Any], *, finished: bool) -> str:
-    """The line of a terminal for one JSON object."""
+    """The line of a terminal for one JSON object: a narrow one cuts what matters least."""
     name, done, total = figures["pass"], figures["files"], figures["files_total"]
     parts = []
     if name in _THINGS:
         parts.append(f"{done:,}/{'?' if total is None else f'{total:,}'} {_THINGS[name]}")
     if figures["bytes"] is not None and (figures["bytes"] or figures["bytes_total"]):
-        of = f"/{figures['bytes_total'] / 1e6:,.1f}" if figures["bytes_total"] else ""
-        parts.append(f"{figures['bytes'] / 1e6:,.1f}{of} MB")
-    if figures["bytes_per_s"]:
-        parts.append(f"{figures['bytes_per_s'] / 1e6:,.1f} MB/s")
-    if figures["pages_kept"]:
-        parts.append(f"{figures['pages_kept']:,} pages kept")
-    if figures["losses"]:
-        parts.append(f"{figures['losses']:,} losses")
-    if figures["failed"]:
-        parts.append(f"{figures['failed']:,} unreadable")
+        known = figures["bytes_total"] or figures["bytes"]
+        size, unit = (1e9, "GB") if known >= _MANY_BYTES else (1e6, "MB")
+        of = f"/{figures['bytes_total'] / size:,.1f}" if figures["bytes_total"] else ""
+        parts.append(f"{figures['bytes'] / size:,.1f}{of} {unit}")
     if finished:
         parts.append(f"in {_duration(figures['elapsed_s'])}")
     elif figures["eta_s"] is not None:
         parts.append(f"{_duration(figures['eta_s'])} left")
     else:
         parts.append(_duration(figures["elapsed_s"]))
+    if figures["bytes_per_s"]:
+        parts.append(f"{figures['bytes_per_s'] / 1e6:,.1f} MB/s")
+    if figures["pages_kept"]:
+        parts.append(f"{figures['pages_kept']:,} pages kept")
+    if figures["failed"]:
+        parts.append(f"{figures['failed']:,} unreadable")
+    if figures["losses"]:
+        parts.append(f"{figures['losses']:,} loss{'es' if figures['losses'] > 1 else ''}")
     return f"{name:8}" + "  ".join(parts)
 
 

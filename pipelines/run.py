@@ -122,6 +122,12 @@ def is_done(plan: Plan) -> bool:
         manifest = read_manifest(directory)
         if not _is_of(manifest, plan):
             raise UserError(f"output '{directory}' holds the result of another run: {advice}")
+        for entry, file in zip(manifest.inputs, plan.inputs, strict=True):
+            if not entry.failed and file.bytes not in (0, entry.bytes):  # 0: not known
+                raise UserError(
+                    f"output '{directory}' was made when input '{file.url}' had {entry.bytes:,} "
+                    f"bytes, now it has {file.bytes:,}: put the old file back, or {advice}"
+                )
         if index_out is not None and index_xxh3(index_out) not in (None, manifest.index_out):
             raise UserError(index_taken(index_out))
         return (
@@ -146,12 +152,11 @@ def is_done(plan: Plan) -> bool:
 
 
 def _is_of(manifest: Manifest, plan: Plan) -> bool:
-    """Whether a manifest is of this work; an input that could not be read may have changed."""
+    """Whether a manifest is of this work, whatever its inputs now hold."""
     if manifest.recipe_digest != plan.digest() or len(manifest.inputs) != len(plan.inputs):
         return False
     return all(
         (entry.name, entry.shard) == (file.name, file.shard)
-        and (entry.failed or entry.bytes == file.bytes)
         for entry, file in zip(manifest.inputs, plan.inputs, strict=True)
     )
 

@@ -106,10 +106,9 @@ def clear(plan: Plan) -> None:
 
 def collect(plan: Plan) -> dict[str, Figures]:
     """CPU seconds, wall seconds of all workers, largest peak memory, pieces: by pass."""
-    system, _ = files.filesystem(_folder(plan))
     passes: dict[str, Figures] = {}
     for path in files.find(_folder(plan), "*/*/*.json"):
-        figures = read_figures(str(system.unstrip_protocol(path)))
+        figures = read_figures(path)
         if figures is None:
             continue
         of_pass = passes.setdefault(

@@ -34,13 +34,14 @@ def workers_watched() -> Iterator[None]:
     Fault comes when Beam has noticed.
     """
     deaths: list[str] = []
+    first = threading.Lock()  # two workers may die at once; taken once and never given back
     left = threading.Event()
     before = threading.excepthook
     in_main_thread = threading.current_thread() is threading.main_thread()
 
     def listen(arguments: threading.ExceptHookArgs) -> None:
         thread = arguments.thread.name if arguments.thread is not None else ""
-        if thread == _BEAM_THREAD and not deaths:
+        if thread == _BEAM_THREAD and first.acquire(blocking=False):
             deaths.append(_death(str(arguments.exc_value)))
             for process in _workers():
                 with contextlib.suppress(ProcessLookupError):
@@ -51,7 +52,7 @@ def workers_watched() -> Iterator[None]:
             before(arguments)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if not left.is_set():
+        if deaths and not left.is_set():  # without a death the signal is not ours
             raise Fault(deaths[0])
 
     def keep_interrupting() -> None:  # Beam may swallow an exception, and then wait again
@@ -74,7 +75,7 @@ def workers_watched() -> Iterator[None]:
             interrupting.join()
         if in_main_thread:
             signal.signal(_INTERRUPT, old)
-        if not deaths:
+        if not deaths:  # else Beam's threads still complain, until the process ends
             threading.excepthook = before
 
 

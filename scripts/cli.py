@@ -152,7 +152,10 @@ def _stopped_by_signals() -> Iterator[None]:
     own unwinding takes long and prints pages."""
 
     def stop(number: int, frame: object) -> None:
-        print(f"\n{_STOPPED}", file=sys.stderr, flush=True)
+        # Past Python's buffers, in which this very thread may be; a live line stays above.
+        start = "\n" if os.isatty(2) else ""
+        with contextlib.suppress(OSError):
+            os.write(2, f"{start}{_STOPPED}\n".encode())
         os._exit(_EXIT_BY_SIGNAL + number)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}

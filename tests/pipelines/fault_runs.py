@@ -3,6 +3,9 @@
 Most of a small run is Beam's import and the tables of characters (5 s). So one process prepares
 them once and forks for each run; what runs then is the command line as a user starts it, in a
 session of its own. Worker processes are started by the command as always.
+
+A run can be made to stop (SIGSTOP) before a certain system call, in whichever of its processes
+that happens: then a test breaks something, at a moment that is the same in each run.
 """
 
 from __future__ import annotations
@@ -20,12 +23,25 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LIMIT_S = 120.0
-_POLL_S = 0.001
+_POLL_S = 0.01
 
+_PAUSE = """
+import json, os, re, signal, sys
+def pause_at(event, pattern, number):
+    def hook(name, arguments):
+        nonlocal number
+        if name == event and number and re.search(pattern, str(arguments[name == "os.rename"])):
+            number -= 1
+            if not number:
+                os.kill(os.getpid(), signal.SIGSTOP)
+    sys.addaudithook(hook)
+if "PAUSE_AT" in os.environ:
+    pause_at(*json.loads(os.environ["PAUSE_AT"]))
+"""
 _FORKER = """
 import json, os, signal, socket, struct, sys
 import apache_beam, fasttext, pyarrow.parquet
@@ -33,6 +49,7 @@ import pipelines.mine, pipelines.run, pipelines.report, scripts.cli
 from pipelines.paragraphs import paragraph_hashes
 paragraph_hashes(["tables, built once: \u00e9 e\u0301 \u09ac\u09be"], "unicode")
 channel = socket.socket(fileno=int(sys.argv[1]))
+pause = sys.argv[2]
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 channel.send(b"ready")
 while True:
@@ -55,6 +72,7 @@ while True:
     os.dup2(files[1], 2)
     sys.argv = ["gristmill", *request["words"]]
     os.environ.update(request["environment"])
+    exec(pause)
     code = 1
     try:
         code = scripts.cli.main()
@@ -86,6 +104,22 @@ class Ended:
         return [line for line in self.stderr.splitlines() if line.strip()]
 
 
+class Moment(NamedTuple):
+    """Just before the `number`-th call of `event` in a process, of those whose path matches.
+
+    event: an audit event of Python, os.rename (the path is the new name) or os.remove.
+    """
+
+    event: str
+    pattern: str
+    number: int = 1
+
+
+def before_file(pattern: str, number: int = 1) -> Moment:
+    """Before the `number`-th file that matches gets its final name."""
+    return Moment("os.rename", pattern, number)
+
+
 class Running:
     """One run under way."""
 
@@ -102,17 +136,30 @@ class Running:
             (self._code,) = struct.unpack("<q", self._channel.recv(8))
         return self._code
 
-    def wait_until(self, reached: Callable[[], bool]) -> bool:
-        """Wait for `reached`; False when the run ended before."""
+    def wait_until(self, reached: Callable[[], Any]) -> None:
+        """Wait for `reached`, which must come before the run ends."""
         deadline = time.monotonic() + LIMIT_S
         while not reached():
-            if self.poll(_POLL_S) is not None:
-                return False
+            assert self.poll(_POLL_S) is None, "the run ended before"
             assert time.monotonic() < deadline, "the moment never came"
-        return True
 
-    def kill(self, number: int = signal.SIGKILL) -> None:
-        os.kill(self.process, number)
+    def paused(self) -> int:
+        """Wait for the moment of `Runs.start`; gives the process that stopped there."""
+        found: list[int] = []
+
+        def reached() -> bool:
+            found[:] = members(self.process, state="T")
+            return bool(found)
+
+        self.wait_until(reached)
+        return found[0]
+
+    def go_on(self) -> None:
+        """Let what has paused run."""
+        self.kill_group(signal.SIGCONT)
+
+    def kill(self) -> None:
+        os.kill(self.process, signal.SIGKILL)
 
     def kill_group(self, number: int) -> None:
         """What a terminal or a scheduler sends: a signal to all processes of the run."""
@@ -153,10 +200,12 @@ class Runs:
         self._folder = folder
         self._settings = settings
         self._environment = {"GRISTMILL_DATA": str(data_dir)}
+        (folder / "sitecustomize.py").write_text(_PAUSE)  # workers are interpreters of their own
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel = ours
         self._forker = subprocess.Popen(
-            [sys.executable, "-c", _FORKER, str(theirs.fileno())], cwd=REPOSITORY,
+            [sys.executable, "-c", _FORKER, str(theirs.fileno()), _PAUSE],
+            cwd=REPOSITORY,
             env=os.environ | self._environment, pass_fds=[theirs.fileno()],
         )  # fmt: skip
         theirs.close()
@@ -164,8 +213,11 @@ class Runs:
         self._number = 0
 
     def start(self, inputs: Sequence[Path | str], output: Path, *more: str,
-              terminal: int | None = None, **environment: str) -> Running:  # fmt: skip
+              pause: Moment | None = None, terminal: int | None = None,
+              **environment: str) -> Running:  # fmt: skip
         """Start `gristmill mine`. terminal: a descriptor that is its stderr."""
+        if pause is not None:
+            environment |= {"PAUSE_AT": json.dumps(pause), "PYTHONPATH": str(self._folder)}
         words = ["mine", "default", "--output", str(output), *self._settings, *more]
         for place in inputs:
             words += ["--input", str(place)]
@@ -207,15 +259,15 @@ def runs_of(folder: Path, data_dir: Path, settings: list[str]) -> Iterator[Runs]
         runs.close()
 
 
-def members(session: int) -> list[int]:
-    """Live processes of a session."""
+def members(session: int, *, state: str = "") -> list[int]:
+    """Live processes of a session; all, or those in one `state` (T: stopped)."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        if int(fields[3]) == session and fields[0] != "Z":
+        if int(fields[3]) == session and fields[0] != "Z" and state in ("", fields[0]):
             found.append(int(folder.name))
     return found
 

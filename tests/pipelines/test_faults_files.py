@@ -17,7 +17,7 @@ from models.errors import DamagedInput
 from pipelines.arrays import open_arrays
 from pipelines.clean import _finished
 from pipelines.sealed import read_sealed, write_sealed
-from tests.pipelines.fault_runs import Runs, contents, count, flip
+from tests.pipelines.fault_runs import Runs, before_file, contents, flip
 
 KINDS = {
     "keys": ".staging/keys/*.arrays",
@@ -37,8 +37,11 @@ def unfinished(kept: Path, output: Path) -> Path:
     return output
 
 
-@pytest.mark.parametrize("how", ["cut", "flipped"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [pytest.param(kind, how, marks=pytest.mark.slow if (number + second) % 2 else [])
+     for number, kind in enumerate(KINDS) for second, how in enumerate(("cut", "flipped"))],
+)  # fmt: skip
 def test_damaged_before_a_resume(
     kind: str, how: str, runs: Runs, shards: list[Path], kept: Path, whole: dict[str, bytes],
     tmp_path: Path,
@@ -75,16 +78,17 @@ def test_a_changed_digit_in_a_report_or_marker_is_not_believed(
 def test_damaged_timings_cost_nothing_but_themselves(
     runs: Runs, shards: list[Path], whole: dict[str, bytes], tmp_path: Path
 ) -> None:
-    running = runs.start(shards, tmp_path)
-    timings = tmp_path / ".staging" / "timings"
-    assert running.wait_until(lambda: count(timings, "hash/*/*.json") >= 1)
-    damaged = list(timings.glob("hash/*/[!.]*.json"))
+    running = runs.start(shards, tmp_path, pause=before_file("/timings/hash/", 3))
+    running.paused()
+    damaged = list((tmp_path / ".staging" / "timings").glob("hash/*/[!.]*.json"))
+    assert len(damaged) == 2
     for path in damaged:
         path.write_bytes(b"{")
+    running.go_on()
     assert running.end().code == 0
     assert contents(tmp_path) == whole
     pieces = json.loads((tmp_path / "timings.json").read_text())
-    assert pieces["hash"]["pieces"] == 4 - len(damaged)
+    assert pieces["hash"]["pieces"] == 4 - 2
     assert pieces["clean"]["pieces"] == 4
 
 
@@ -92,11 +96,11 @@ def test_a_key_file_flipped_between_two_passes(
     runs: Runs, shards: list[Path], whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     """After pass 1 has checked or written it."""
-    running = runs.start(shards, tmp_path)
-    keys = tmp_path / ".staging" / "keys"
-    assert running.wait_until(lambda: count(keys, "*.arrays") >= 1)
-    (path, *_) = keys.glob("[!.]*.arrays")
+    running = runs.start(shards, tmp_path, pause=before_file("/timings/hash/", 4))
+    running.paused()
+    path = min((tmp_path / ".staging" / "keys").glob("[!.]*.arrays"))
     flip(path, path.stat().st_size // 3)
+    running.go_on()
     ended = running.end()
     assert ended.code == 1
     (line,) = ended.lines()
@@ -149,11 +153,12 @@ def test_a_model_that_is_replaced_during_the_run(
     original = (data_dir / "models" / "lid.176.ftz").read_bytes()
     model.write_bytes(original)
     settings = ["--set", f"language.model={model}"]
-    running = runs.start(shards, output, *settings)
-    assert running.wait_until(lambda: count(output, ".staging/keys/*") >= 1)
+    running = runs.start(shards, output, *settings, pause=before_file("/timings/hash/"))
+    running.paused()
     other = tmp_path / "other.ftz"
     other.write_bytes(original[:-100] + bytes(100))
     other.replace(model)
+    running.go_on()
     ended = running.end()
     assert ended.code == 1
     assert f"model '{model}' changed during the run" in ended.stderr

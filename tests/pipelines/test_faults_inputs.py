@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from models.errors import UserError
 from models.files import xxh3_file
 from pipelines.arrays import open_arrays
 from pipelines.crawl import CrawlFile, CrawlManifest
+from pipelines.hashing import input_bytes
 from pipelines.recipe import load_recipe
-from tests.pipelines.fault_runs import Running, Runs, contents, count
+from tests.pipelines.fault_runs import Running, Runs, before_file, contents
 from tests.pipelines.test_identity import pages
 from tests.pipelines.wet_files import write_wet
 
@@ -26,9 +28,12 @@ def own(shards: list[Path], tmp_path: Path) -> list[Path]:
     return [Path(shutil.copy(path, folder)) for path in shards]
 
 
+_ONE_HASHED = before_file("/timings/hash/")
+
+
 def first_hashed(running: Running, inputs: list[Path], output: Path) -> Path:
     """Wait until pass 1 is done with one file; three others and pass 2 are to come."""
-    assert running.wait_until(lambda: count(output, ".staging/keys/*") >= 1)
+    running.paused()
     keys = next(output.glob(".staging/keys/[!.]*"))
     with open_arrays(keys) as file:
         (found,) = [path for path in inputs if xxh3_file(path) == file.header["xxh3"]]
@@ -37,9 +42,10 @@ def first_hashed(running: Running, inputs: list[Path], output: Path) -> Path:
 
 def test_a_file_that_changes_during_the_run(runs: Runs, own: list[Path], tmp_path: Path) -> None:
     output = tmp_path / "output"
-    running = runs.start(own, output)
+    running = runs.start(own, output, pause=_ONE_HASHED)
     changed = first_hashed(running, own, output)
     write_wet(tmp_path / "new", pages("abcdefgh")).replace(changed)
+    running.go_on()
     ended = running.end()
     assert ended.code == 1
     assert ended.lines() == [
@@ -56,9 +62,10 @@ def test_a_file_that_goes_during_the_run(
     runs: Runs, own: list[Path], whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     output = tmp_path / "output"
-    running = runs.start(own, output)
+    running = runs.start(own, output, pause=_ONE_HASHED)
     gone = first_hashed(running, own, output)
     gone.rename(tmp_path / "elsewhere")
+    running.go_on()
     ended = running.end()
     assert ended.code == 1
     assert ended.lines() == [
@@ -72,6 +79,14 @@ def test_a_file_that_goes_during_the_run(
     (tmp_path / "elsewhere").rename(gone)
     runs.finish(own, output)
     assert contents(output) == whole
+
+
+def test_a_file_that_is_cut_while_it_is_read(own: list[Path]) -> None:
+    """Reading a mapped file beyond its new end would kill the process by SIGBUS."""
+    before = own[0].read_bytes()
+    with input_bytes(str(own[0])) as data:
+        os.truncate(own[0], 0)
+        assert bytes(data) == before
 
 
 def crawl_of(folder: Path, good: list[Path], lost: int, empty: int) -> Path:

@@ -3,39 +3,43 @@
 from __future__ import annotations
 
 import os
-import random
-import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.pipelines.fault_runs import Running, Runs, contents, count
+from models.errors import Fault
+from pipelines.worker_watch import workers_watched
+from tests.pipelines.fault_runs import Moment, Runs, before_file, contents, flip
 
-# A pass is reached when so many of its files are finished: pattern and how many there will be.
+# Each pass by the file that it is about to finish, with the number of such files in a whole run.
 PASSES = {
-    "hash": (".staging/keys/*", 4),
-    "judge": (".staging/timings/judge/*/*.json", 4),
-    "clean": (".staging/pages/*", 12),
-    "regroup": (".staging/parts/*", 8),
-    "publish": ("*.parquet", 1),
+    "begin": (before_file(r"/(run|plan-\w+)\.json$"), 2),
+    "hash": (before_file(r"/keys/"), 4),
+    "judge": (before_file(r"/timings/judge/"), 4),
+    "clean": (before_file(r"\.staging/pages/"), 12),
+    "regroup": (before_file(r"/(parts|language=\w+/bucket=all)/"), 16),
+    "publish": (before_file(r"/(drops\.parquet|timings\.json|manifest\.json)$"), 3),
+    "clean-up": (Moment("os.remove", r"^[^/]*$|\.staging/(run|plan)[^/]*$"), 16),
+    "unlock": (Moment("os.remove", r"^run\.lock$"), 1),  # the very last
 }
-SEEDS = range(8)
 _BOUND_S = 60.0
 _STOPPED = "gristmill: stopped; run the same command again to go on"
 
 
-def reach(running: Running, output: Path, name: str, seed: int) -> bool:
-    """Wait for a seeded moment of a pass; False when the run was faster."""
-    rng = random.Random(f"{name} {seed}")
-    pattern, files = PASSES[name]
-    wanted = rng.randrange(1, files + 1)
-    if name == "hash" and seed == 1:
-        wanted = 0  # before the first file: workers are starting, or Beam plans
-    reached = running.wait_until(lambda: count(output, pattern) >= wanted)
-    time.sleep(rng.random() * 0.03)
-    return reached
+def moment(name: str, number: int) -> Moment:
+    return PASSES[name][0]._replace(number=number)
+
+
+def moments(in_short: dict[str, int], most: int) -> list[object]:
+    """Up to `most` files of each pass; all but the chosen are slow."""
+    return [
+        pytest.param(name, number, marks=[] if in_short.get(name) == number else pytest.mark.slow)
+        for name, (_, files) in PASSES.items()
+        for number in range(1, min(files, most) + 1)
+    ]
 
 
 def nothing_partial(output: Path, whole: dict[str, bytes]) -> None:
@@ -46,59 +50,90 @@ def nothing_partial(output: Path, whole: dict[str, bytes]) -> None:
             assert path.read_bytes() == whole[name], f"{name} is partial"
 
 
-def moments(chosen: dict[str, int]) -> list[object]:
-    """One seed of each chosen pass; the others are slow."""
-    return [
-        pytest.param(name, seed, marks=[] if chosen.get(name) == seed else [pytest.mark.slow])
-        for name in PASSES
-        for seed in SEEDS
-    ]
+IN_SHORT = {"hash": 2, "judge": 3, "clean": 5, "regroup": 6, "publish": 3, "clean-up": 9,
+            "unlock": 1}  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "seed"), moments(dict.fromkeys(PASSES, 0)))
+@pytest.mark.parametrize(("name", "number"), moments(IN_SHORT, 16))
 def test_the_run_is_killed(
-    name: str, seed: int, runs: Runs, shards: list[Path], whole: dict[str, bytes], tmp_path: Path
+    name: str, number: int, runs: Runs, shards: list[Path], whole: dict[str, bytes], tmp_path: Path
 ) -> None:
-    running = runs.start(shards, tmp_path)
-    reach(running, tmp_path, name, seed)
+    running = runs.start(shards, tmp_path, pause=moment(name, number))
+    running.paused()
     running.kill()
-    ended = running.end()
-    assert ended.code in (-signal.SIGKILL, 0)
+    assert running.end().code == -signal.SIGKILL
     nothing_partial(tmp_path, whole)
     runs.finish(shards, tmp_path)
     assert contents(tmp_path) == whole
 
 
-@pytest.mark.parametrize(("name", "seed"), moments({"hash": 1, "clean": 0, "regroup": 0}))
+def test_killed_when_the_manifest_of_a_damaged_result_has_gone(
+    runs: Runs, shards: list[Path], whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    """The parts that then stand without a manifest are still known for ours."""
+    runs.finish(shards, tmp_path)
+    flip(min(tmp_path.glob("pages/*/*/*.parquet")), 100)
+    running = runs.start(shards, tmp_path, pause=Moment("os.remove", r"/faults\.json$"))
+    running.paused()
+    running.kill()
+    running.end()
+    assert not (tmp_path / "manifest.json").exists()
+    runs.finish(shards, tmp_path)
+    assert contents(tmp_path) == whole
+
+
+# Only of the first two is it sure that one worker comes to so many.
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [case for case in moments({"hash": 1, "clean": 2}, 2)
+     if case.values[0] in ("hash", "judge", "clean", "regroup")],
+)  # fmt: skip
 def test_one_worker_is_killed(
-    name: str, seed: int, runs: Runs, shards: list[Path], whole: dict[str, bytes], tmp_path: Path
+    name: str, number: int, runs: Runs, shards: list[Path], whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     """The run ends at once and with one line; Beam alone waits, or prints pages."""
-    running = runs.start(shards, tmp_path, "--workers", "2")
-    running.wait_until(lambda: len(running.workers()) == 2)
-    reach(running, tmp_path, name, seed)
-    workers = running.workers()
-    if workers:
-        os.kill(random.Random(seed).choice(workers), signal.SIGKILL)
+    running = runs.start(shards, tmp_path, "--workers", "2", pause=moment(name, number))
+    worker = running.paused()
+    assert worker != running.process
+    os.kill(worker, signal.SIGKILL)
     ended = running.end(_BOUND_S)  # and nothing of it is left behind
     nothing_partial(tmp_path, whole)
-    if ended.code != 0:  # not all was over
-        assert ended.code == 1
-        assert ended.lines() == [
-            "gristmill: fault: a worker process was killed by signal 9 (SIGKILL), as happens when "
-            "memory runs out: run the same command again to go on"
-        ]
-    else:
-        assert name == "publish"
+    assert ended.code == 1
+    assert ended.lines() == [
+        "gristmill: fault: a worker process was killed by signal 9 (SIGKILL), as happens when "
+        "memory runs out: run the same command again to go on"
+    ]
     runs.finish(shards, tmp_path)
     assert contents(tmp_path) == whole
+
+
+def test_two_workers_die_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads of Beam that wait for them say so at the same moment."""
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # put back at the end
+    together = threading.Barrier(2)
+
+    def wait_for_worker() -> None:
+        together.wait()
+        raise RuntimeError("Worker subprocess exited with return code -7")
+
+    with workers_watched():
+        signal.raise_signal(signal.SIGUSR1)  # of somebody else: nobody has died
+    threads = [threading.Thread(target=wait_for_worker, name="run_worker") for _ in range(2)]
+    with pytest.raises(Fault, match=r"killed by signal 7 \(SIGBUS\): run"), workers_watched():
+        for thread in threads:
+            thread.start()
+        time.sleep(_BOUND_S)
+    for thread in threads:
+        thread.join()
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
 
 @pytest.mark.parametrize(
     ("number", "workers", "name"),
     [
         (signal.SIGINT, 1, "clean"),
-        (signal.SIGTERM, 2, "hash"),
+        (signal.SIGTERM, 1, "hash"),
+        pytest.param(signal.SIGTERM, 2, "hash", marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, 1, "regroup", marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, 2, "clean", marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, 2, "regroup", marks=pytest.mark.slow),
@@ -109,25 +144,12 @@ def test_a_signal_stops_all_of_it(
     runs: Runs, shards: list[Path], whole: dict[str, bytes], tmp_path: Path,
 ) -> None:  # fmt: skip
     """Ctrl+C, and what a scheduler or a spot machine sends, to the whole process group."""
-    running = runs.start(shards, tmp_path, "--workers", str(workers))
-    assert reach(running, tmp_path, name, 0)
+    running = runs.start(shards, tmp_path, "--workers", str(workers), pause=moment(name, 2))
+    running.paused()
     running.kill_group(number)
+    running.go_on()
     ended = running.end(_BOUND_S)
     assert (ended.code, ended.lines()) == (128 + number, [_STOPPED])
     nothing_partial(tmp_path, whole)
     runs.finish(shards, tmp_path)
     assert contents(tmp_path) == whole
-
-
-def test_a_run_that_was_killed_in_its_clean_up_is_tidied(
-    runs: Runs, shards: list[Path], kept: Path, whole: dict[str, bytes], tmp_path: Path
-) -> None:
-    """The manifest stands, and so do the staging files: the next run has only those to remove."""
-    output = tmp_path / "output"
-    shutil.copytree(kept, output)
-    claim = output / ".staging" / "run.json"
-    claim.write_text(claim.read_text().replace(str(kept), str(output)))
-    ended = runs.finish(shards, output)
-    assert "already finished" in ended.stderr
-    assert contents(output) == whole
-    assert not (output / ".staging").exists()

@@ -69,13 +69,29 @@ def test_an_input_that_changed_is_mined_again(tmp_path: Path) -> None:
     assert written(tmp_path, inputs=wet) == 2
 
 
+def test_an_input_of_another_size_is_named(tmp_path: Path) -> None:
+    """It may be another file altogether, so the finished output is not thrown away unasked."""
+    wet = write_wet(tmp_path / "x.warc.wet.gz", pages("abc"))
+    assert written(tmp_path, inputs=wet) == 3
+    before = wet.stat().st_size
+    write_wet(wet, pages("ab"))
+    with pytest.raises(UserError) as caught:
+        written(tmp_path, inputs=wet)
+    assert str(caught.value) == (
+        f"output '{tmp_path}/out' was made when input '{wet}' had {before:,} bytes, now it has "
+        f"{wet.stat().st_size:,}: put the old file back, or choose another output folder, or add "
+        "--restart to throw that away"
+    )
+
+
 def test_parts_that_are_not_made_again_go(tmp_path: Path) -> None:
     wet = write_wet(tmp_path / "x.warc.wet.gz", pages("abc"))
     assert written(tmp_path, inputs=wet) == 3
     size = wet.stat().st_size
     wet.write_bytes(b"\0" * size)
     anything = "input.max_failed_shards=1"
-    assert written(tmp_path, anything, inputs=wet) == 0  # `run` verifies that nothing else stands there
+    # `run` verifies that nothing else stands there.
+    assert written(tmp_path, anything, inputs=wet) == 0
 
 
 @pytest.mark.parametrize("what", ["part", "drops"])

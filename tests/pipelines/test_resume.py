@@ -11,7 +11,15 @@ import time
 from pathlib import Path
 
 from models.files import TEMPORARY_SUFFIX
-from tests.pipelines.fault_runs import LIMIT_S, REPOSITORY, Runs, contents, count, members
+from tests.pipelines.fault_runs import (
+    LIMIT_S,
+    REPOSITORY,
+    Runs,
+    before_file,
+    contents,
+    count,
+    members,
+)
 
 
 def test_ctrl_c_stops_the_command_as_a_user_starts_it(
@@ -39,7 +47,7 @@ def test_ctrl_c_stops_the_command_as_a_user_starts_it(
 
 def test_workers_leave_with_their_parent(runs: Runs, shards: list[Path], tmp_path: Path) -> None:
     running = runs.start(shards, tmp_path, "--workers", "2")
-    assert running.wait_until(lambda: len(running.workers()) == 2)
+    running.wait_until(lambda: len(running.workers()) == 2)
     running.kill()
     assert running.end().code == -signal.SIGKILL  # and nothing is left behind
 
@@ -56,8 +64,8 @@ def test_restart_throws_staging_and_results_away(
 
 
 def stopped_in_pass_1(runs: Runs, shards: list[Path], output: Path, *words: str) -> None:
-    running = runs.start(shards, output, *words)
-    assert running.wait_until(lambda: count(output.parent, "**/keys/*.arrays") >= 1)
+    running = runs.start(shards, output, *words, pause=before_file("/timings/hash/"))
+    running.paused()
     running.kill()
     running.end()
 

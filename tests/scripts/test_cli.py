@@ -124,6 +124,17 @@ def test_two_recipes_with_one_output(place: Path, capfd: pytest.CaptureFixture[s
     assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
 
 
+def test_restart_spares_the_index_of_another_run(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (place / "idx").mkdir()
+    (place / "idx" / "index.json").write_text("{}")
+    before = listing(place)
+    assert main([*GOOD, "--restart", "--set", "dedup.index_out=idx"]) == 2
+    assert "'idx' holds the index of another run" in capfd.readouterr().err
+    assert listing(place) == before
+
+
 def test_usage_errors_name_what_is_valid(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (
         ["min"],
