@@ -68,18 +68,19 @@ class DenseMatrix:
     def __init__(self, mapped: NDArray[np.uint8], shape: tuple[int, int]) -> None:
         self.shape = shape
         # Bytes, since the matrix stands at any offset, and NumPy would copy unaligned floats.
-        self._bytes = mapped.reshape(shape[0], 4 * shape[1])
+        self.bytes = mapped.reshape(shape[0], 4 * shape[1])
+        """(rows, 4 * columns)"""
 
     def rows(self, ids: NDArray[np.integer]) -> Rows:
         """Rows `ids` (n,), as (n, columns)."""
-        return np.take(self._bytes, ids, axis=0).view(np.float32)
+        return np.take(self.bytes, ids, axis=0).view(np.float32)
 
     def largest(self) -> float:
         """The largest magnitude in the matrix; inf or nan where a value is none."""
         step = max(1, _SCANNED_ROWS_BYTES // (4 * self.shape[1]))
         largest = 0.0
         for first in range(0, self.shape[0], step):
-            block = self._bytes[first : first + step].copy().view(np.float32)
+            block = self.bytes[first : first + step].copy().view(np.float32)
             # np.maximum hands a nan on, where max() may lose it.
             largest = float(np.maximum(largest, np.maximum(block.max(), -block.min())))
         return largest

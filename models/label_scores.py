@@ -6,7 +6,8 @@ tree and once for a softmax, so a score may come out above 1.
 
 Scores are the same whatever other texts are computed along with one. The mean is rounded to
 whole steps, as the output matrix is, so that their product is exact, in whatever order a BLAS
-sums; all else goes element by element, or is a sum of whole numbers too.
+sums; all else goes element by element, or is a sum of whole numbers too. Nor do they depend on
+the processor: no function takes part whose last bits do (`models.portable_exp`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.fasttext_model import HIERARCHICAL_SOFTMAX, DamagedModel, FastTextModel
+from models.portable_exp import portable_exp
 
 _ADDED: Final = 1e-5
 _NEVER: Final = 10**15
@@ -26,7 +28,7 @@ _EXACT_BITS: Final = 52
 _PROBABILITY_BITS: Final = 32
 # OpenBLAS takes one thread for a product of fewer multiplications.
 _PRODUCT: Final = 1 << 18
-_BLOCK_VALUES: Final = 1 << 20
+_BLOCK_VALUES: Final = 1 << 16  # small enough for a processor's cache
 
 
 class LabelScores:
@@ -76,7 +78,7 @@ class LabelScores:
 
 def _softmax(logits: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     labels = logits.argmax(axis=1)
-    odds = np.exp(logits - np.take_along_axis(logits, labels[:, None], axis=1))
+    odds = portable_exp(logits - np.take_along_axis(logits, labels[:, None], axis=1))
     total = np.rint(np.ldexp(odds, _PROBABILITY_BITS)).sum(axis=1)  # of whole numbers: exact
     return labels, np.ldexp(1 / total, _PROBABILITY_BITS) + _ADDED
 
@@ -119,14 +121,14 @@ class _Tree:
 
     def best(self, logits: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Index and score of the best label; `logits` (n, inner nodes) are of the right child."""
-        with np.errstate(over="ignore"):  # exp(large) is inf, and the probability then 0
-            right = 1 / (1 + np.exp(-np.ascontiguousarray(logits.T)))
-        left = np.log(1 - right + _ADDED)
-        right = np.log(right + _ADDED)
-        logs = np.zeros((2 * self._labels - 1, len(logits)))
+        right = 1 / (1 + portable_exp(-np.ascontiguousarray(logits.T)))
+        left = 1 - right + _ADDED
+        right += _ADDED
+        # Products, where fastText has the exponential of a sum of logarithms. The smallest ones
+        # may become 0, but of n labels the best one's is at least 1 / n.
+        scores = np.ones((2 * self._labels - 1, len(logits)))
         for inner, left_child, right_child in self._levels:
-            logs[left_child] = logs[self._labels + inner] + left[inner]
-            logs[right_child] = logs[self._labels + inner] + right[inner]
-        labels = logs[: self._labels].argmax(axis=0)
-        best = np.take_along_axis(logs, labels[None, :], axis=0)[0]
-        return labels, np.exp(best)
+            scores[left_child] = scores[self._labels + inner] * left[inner]
+            scores[right_child] = scores[self._labels + inner] * right[inner]
+        labels = scores[: self._labels].argmax(axis=0)
+        return labels, np.take_along_axis(scores, labels[None, :], axis=0)[0]

@@ -159,6 +159,11 @@ def _load(path: str, engine: Engine) -> tuple[_Model, list[str]]:
             )
         ours = engine == "auto" and why_not(read) is None
         model: _Model = FastTextClassifier(read) if ours else _FastText(path, labels)
+    except OSError as error:
+        raise UserError(
+            f"the language identification model '{path}' cannot be read ({error.strerror}); "
+            "check the rights to the file"
+        ) from error
     except (UnknownFormat, DamagedModel, ValueError, RuntimeError, MemoryError) as error:
         raise UserError(
             f"'{path}' is not a fastText model ({error}); fetch it again with: "

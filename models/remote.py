@@ -29,6 +29,8 @@ _WAITS_S = (1.0, 4.0, 16.0)
 _S3_TRIES_PER_REQUEST = 6  # waits of 1, 2, 4, 8, 16 s at most, half of that on average
 _S3_PART_BYTES = 16 << 20
 _S3_PARTS_AT_ONCE = 4
+_HTTP_CONNECT_S = 30.0
+_HTTP_STALL_S = 60.0
 _TRANSFER_ERRORS = frozenset({"BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch",
                               "NoSuchUpload", "RequestTimeout"})  # fmt: skip
 """Codes of S3 for a request that came damaged, or whose answer was lost."""
@@ -60,7 +62,10 @@ def connect(url: str | os.PathLike[str]) -> tuple[Any, str]:
     text = os.fspath(url)
     s3 = text.startswith(("s3://", "s3a://"))
     try:
-        system, path = fsspec.core.url_to_fs(text, **(_s3_options() if s3 else {}))
+        options = _s3_options() if s3 else {}
+        if text.startswith(("http://", "https://")):
+            options = _http_options(text.split(":", 1)[0])
+        system, path = fsspec.core.url_to_fs(text, **options)
     except ImportError as error:
         advice = ": pip install 'gristmill[s3]'" if s3 else ""
         raise UserError(f"'{text}' cannot be opened: {error}{advice}") from None
@@ -84,6 +89,18 @@ def _s3_options() -> dict[str, Any]:
     # One stream for each download: s3fs would fill a file with zeros where a parallel part is
     # short, and every worker is busy with its own file anyway.
     return {"config_kwargs": client, "max_concurrency": given.get("max_concurrency", 1)}
+
+
+def _http_options(scheme: str) -> dict[str, Any]:
+    """A limit on waiting for bytes, where aiohttp has one of 5 minutes on the whole transfer."""
+    import aiohttp  # noqa: PLC0415  (only where a web server is asked)
+
+    client = dict(fsspec.config.conf.get(scheme, {}).get("client_kwargs", {}))
+    limits = aiohttp.ClientTimeout(
+        total=None, sock_connect=_HTTP_CONNECT_S, sock_read=_HTTP_STALL_S
+    )
+    client.setdefault("timeout", limits)
+    return {"client_kwargs": client}
 
 
 def call(url: str | os.PathLike[str], action: Callable[[], T]) -> T:

@@ -37,10 +37,11 @@ def local_model(path_or_url: str, sha256: str) -> str:
     own = cache_dir() / "models" / target.name  # a container image may bring it (Dockerfile)
     with exclusive(target):
         if not target.is_file() and own.is_file() and files.sha256_file(own) == sha256:
+            target.unlink(missing_ok=True)  # a link into a cache that has moved
             target.symlink_to(own)
         if not target.is_file():
             incoming = target.with_name(f".{target.name}{_INCOMING}")
-            remote.download(path_or_url, str(incoming))
+            _download(path_or_url, incoming)
             found = files.sha256_file(incoming)
             if found != sha256:
                 incoming.unlink()
@@ -101,13 +102,23 @@ def _link(url: str, link: Path) -> None:
         if json.loads(note.read_text())["version"] == version and link.is_file():
             return
     incoming = link.with_name(f".{link.name}{_INCOMING}")
-    remote.download(url, str(incoming))
+    _download(url, incoming)
     target = _cached(files.sha256_file(incoming), url)
     target.parent.mkdir(parents=True, exist_ok=True)
     incoming.replace(target)
-    link.unlink(missing_ok=True)
-    link.symlink_to(os.path.relpath(target, link.parent))
+    fresh = link.with_name(f".{link.name}.link")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(os.path.relpath(target, link.parent))
+    fresh.replace(link)  # at no moment is there none: another command may be about to open it
     files.write_atomic(note, json.dumps({"version": version}))
+
+
+def _download(url: str, incoming: Path) -> None:
+    try:
+        remote.download(url, str(incoming))
+    except BaseException:
+        incoming.unlink(missing_ok=True)  # gigabytes perhaps, on a disk that is full
+        raise
 
 
 def _cached(sha256: str, url: str) -> Path:

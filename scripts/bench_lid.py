@@ -3,7 +3,7 @@
     python -m scripts.bench_lid [--input 'DIR/*.warc.wet.gz' | --mined DIR] [--rounds 3]
 
 The same pages in one process, by turns; each figure is the best of the rounds. `cold` begins
-with an empty cache, `warm` with what the round before left. Pages are those of WET files, or
+with nothing kept, `warm` with what the round before left. Pages are those of WET files, or
 with --mined the `text` column of a mined run, which is what mining identifies. Also compares the
 answers: labels must all be equal and scores within 2e-4.
 """
@@ -20,9 +20,10 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from models.errors import UserError
-from models.fasttext_classifier import CACHE_BYTES, FastTextClassifier
+from models.fasttext_classifier import FastTextClassifier
 from models.fasttext_model import read_fasttext_model
 from models.language_id import LanguageIdentifier
+from models.word_vectors import KEPT_BYTES
 from pipelines.wet import WetReader
 
 TOLERANCE = 2e-4
@@ -66,8 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
     for name, seconds in best.items():
         ratio = best["fastText"] / seconds
         print(f"{name:10} {seconds / text_bytes * 1e9:8.1f} CPU-s/GB of text   {ratio:5.2f}x")
-    print(f"model read in {read_s:.3f} CPU-s; cache: {classifier.cached_words:,} words of at most")
-    print(f"{CACHE_BYTES:,} bytes; peak RSS with fastText: {_peak_rss_bytes():,} bytes")
+    print(f"model read in {read_s:.3f} CPU-s; kept: {classifier.kept_words:,} words in at most")
+    print(f"{KEPT_BYTES:,} bytes; peak RSS with fastText: {_peak_rss_bytes():,} bytes")
 
     languages, scores = ours.identify(pages)
     expected, expected_scores = theirs.identify(pages)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models import char_ngrams, fasttext_classifier, label_scores, word_vectors
+from models import label_scores, word_vectors
 from models.fasttext_classifier import FastTextClassifier, why_not
 from models.fasttext_model import read_fasttext_model
 from models.language_id import LanguageIdentifier
@@ -163,24 +163,10 @@ def test_the_same_bits_in_any_order_batch_and_cache(
     random.Random(5).shuffle(order)
     shuffled = _answers(one_cache, [lines[i] for i in order], 100)
     assert [shuffled[order.index(i)] for i in range(len(lines))] == expected
-    # A cache that is emptied all the time, small blocks, no unpacked table
-    monkeypatch.setattr(word_vectors, "_TABLE_BYTES", 0)
-    monkeypatch.setattr(word_vectors, "_BLOCK_NGRAMS", 300)
-    monkeypatch.setattr(char_ngrams, "_BLOCK_BYTES", 3000)
-    monkeypatch.setattr(fasttext_classifier, "_BLOCK_BYTES", 4000)
+    # Hardly anything kept, no unpacked table
+    if name == "softmax":
+        monkeypatch.setattr(word_vectors, "_TABLE_BYTES", 0)
     monkeypatch.setattr(label_scores, "_PRODUCT", 1)
-    tiny = FastTextClassifier(model, cache_bytes=30_000)
-    found = _answers(tiny, lines, 33)
-    assert tiny.cached_words < 200
-    if name == "softmax":  # the bound of a table that is not unpacked is the same here
-        assert found == expected
-    else:  # a looser bound, so another step
-        assert [label for label, _ in found] == [label for label, _ in expected]
-        np.testing.assert_allclose([s for _, s in found], [s for _, s in expected], atol=TOLERANCE)
-
-
-def test_the_cache_is_bounded(lid176: str) -> None:
-    classifier = FastTextClassifier(read_fasttext_model(lid176), cache_bytes=100_000)
-    for number in range(20):
-        classifier.best([" ".join(f"w{number}x{i}" for i in range(100))])
-        assert 0 < classifier.cached_words <= 100_000 // (17 * 8)
+    tiny = FastTextClassifier(model, kept_bytes=30_000)
+    assert _answers(tiny, lines, 33) == expected
+    assert tiny.kept_words <= 256

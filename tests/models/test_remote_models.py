@@ -80,6 +80,54 @@ def test_another_file_than_planned_is_refused(store: str, tmp_path: Path) -> Non
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
 
 
+def test_a_cache_that_has_moved(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sha256 = digest_of(b"counts", tmp_path)
+    url = f"{store}/bn.arpa.bin"
+    own = tmp_path / "cache" / "models" / "bn.arpa.bin"
+    own.parent.mkdir(parents=True)
+    own.write_bytes(b"counts")
+    seen = counted(monkeypatch)
+    assert Path(local_model(url, sha256)).resolve() == own
+    (tmp_path / "cache").rename(tmp_path / "moved")
+    monkeypatch.setenv("GRISTMILL_CACHE", str(tmp_path / "moved"))
+    assert Path(local_model(url, sha256)).read_bytes() == b"counts"
+    assert seen == []
+
+
+def test_a_failed_download_leaves_nothing(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(url: str, target: str) -> None:
+        Path(target).write_bytes(b"half")
+        raise OSError(28, "no space left")
+
+    monkeypatch.setattr(remote, "download", fill)
+    with pytest.raises(OSError, match="no space left"):
+        local_model(f"{store}/bn.arpa.bin", "0" * 64)
+    with pytest.raises(OSError, match="no space left"):
+        fetch_folder(store)
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+
+
+def test_a_link_is_changed_in_one_step(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = fetch_folder(store) / "bn.arpa.bin"
+    put(f"{store}/bn.arpa.bin", b"better counts")
+    read: list[bytes] = []
+    symlink_to = Path.symlink_to
+
+    def reading(self: Path, target: str) -> None:
+        read.append(link.read_bytes())  # as another command may
+        symlink_to(self, target)
+        read.append(link.read_bytes())
+
+    monkeypatch.setattr(Path, "symlink_to", reading)
+    fetch_folder(store)
+    assert read == [b"counts", b"counts"]
+    assert link.read_bytes() == b"better counts"
+
+
 def test_a_missing_one_is_an_os_error(store: str) -> None:
     with pytest.raises(FileNotFoundError):
         local_model(f"{store}/xx.arpa.bin", "0" * 64)
