@@ -2,8 +2,8 @@
 
 Two parsers give the same. One pattern reads the header of a page just as Common Crawl writes it;
 all else goes to a careful parser, in which each record accounts for its bytes: header,
-Content-Length, and there the next record or the record's end. FastWARC is not used: it skips or
-clips odd records without a word, and asking it for the headers takes longer than both of these.
+Content-Length, and there the next record or the record's end. DESIGN has FastWARC read; it does
+not, as it skips or clips odd records silently, and its headers cost more than all of this.
 
 The rules, where the format leaves a choice or the file breaks it:
 
@@ -217,7 +217,9 @@ class WetReader:
         length = content_length(fields)
         if length is not None and length <= self._max_record_bytes:
             end = body + length
-            have = window.ensure(end + _LOOKAHEAD_BYTES + self._max_header_bytes)
+            have = window.ensure(
+                end + _LOOKAHEAD_BYTES + VERSION_LINE_BYTES + self._max_header_bytes
+            )
             if have >= end and _closes(window, fields, body, end):
                 text = window.text[window.position + body : window.position + end]
                 if window.fault is not None and not _is_vouched_for(window, fields, text, end):

@@ -54,7 +54,7 @@ class Window:
         self.position = 0
         self.ended = False
         self._at, self._stored, self._member = first.at, first.stored, first.member
-        self.stored_end = first.stored_end
+        self._ends = first.ends
 
     def ensure(self, size: int) -> int:
         """Read on until `size` bytes lie behind the position, if there are as many.
@@ -77,14 +77,15 @@ class Window:
             self._at += [end + at for at in chunk.at]
             self._stored += chunk.stored
             self._member += chunk.member
-            self.stored_end = chunk.stored_end
+            self._ends += chunk.ends
             pieces.append(chunk.data)
             have += len(chunk.data)
         self.text = b"".join(pieces)
         self._base += keep
         self.position -= keep
         passed = bisect_right(self._at, self._base) - 1
-        del self._at[:passed], self._stored[:passed], self._member[:passed]
+        for blocks in (self._at, self._stored, self._member, self._ends):
+            del blocks[:passed]
         return have
 
     def skip_blank(self) -> bool:
@@ -95,6 +96,11 @@ class Window:
             if self.position < len(self.text):
                 return True
         return False
+
+    @property
+    def stored_end(self) -> int:
+        """Offset in the stored file behind the last block that has been read."""
+        return self._ends[-1]
 
     @property
     def untouched(self) -> bool:
@@ -122,8 +128,7 @@ class Window:
         at = self._base + self.position + rel
         if self._exact:
             return self.offset_of(rel)
-        block = bisect_left(self._at, at)
-        return self._stored[block] if block < len(self._stored) else self.stored_end
+        return self._ends[bisect_left(self._at, at) - 1]
 
     def member_of(self, rel: int) -> int:
         """Offset in the stored file of the member that holds the byte at `rel`.
@@ -144,7 +149,7 @@ class Window:
         while searched < limit:
             # Doubling keeps the copying linear in what is searched.
             wanted = min(limit, max(2 * searched, searched + CHUNK_BYTES))
-            have = self.ensure(wanted + self._max_header_bytes)
+            have = self.ensure(wanted + VERSION_LINE_BYTES + self._max_header_bytes)
             top = min(have, wanted)
             for found in VERSION_LINE.finditer(
                 self.text, self.position + searched, self.position + top + VERSION_LINE_BYTES

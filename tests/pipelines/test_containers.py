@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import random
 import struct
 import time
 import tracemalloc
@@ -168,6 +169,37 @@ def test_damaged_and_cut_zstd_frames() -> None:
     _, gaps = chunks_and_gaps(stored)
     a, b, c = (sum(map(len, frames[:i])) for i in (1, 2, 3))
     assert gaps == [Gap(a, b, "damaged_member"), Gap(c, len(stored), "truncated_member")]
+
+
+@pytest.mark.parametrize("size", [20_000, CHUNK_BYTES + 20_000])
+def test_the_last_block_of_a_member_reaches_to_its_end(size: int) -> None:
+    """The fuzzer's find: a checksum that is a step of its own belonged to no block."""
+    text = random.Random(1).randbytes(size)
+    extra = len(gzip.compress(text, 0)) % 8192
+    members = (gzip.compress(text[: size - extra + more], 0) for more in range(40))
+    member = next(one for one in members if len(one) % 8192 == 4)
+    for stored in (member, member + MEMBER):
+        chunks, gaps = chunks_and_gaps(stored)
+        assert gaps == []
+        blocks = [(a, b) for chunk in chunks for a, b in zip(chunk.stored, chunk.ends, strict=True)]
+        assert [a for a, _ in blocks] == [0, *[b for _, b in blocks[:-1]]]
+        assert blocks[-1][1] == len(stored)
+
+
+@pytest.mark.parametrize("text", [b"", b"WARC/" + bytes(300), b"WARC/" + bytes(70_000)])
+def test_a_zstd_frame_with_another_size_than_it_states_is_damaged(text: bytes) -> None:
+    """The fuzzer's find: libzstd lets it pass when the last block is empty."""
+    compressor = zstandard.ZstdCompressor(write_checksum=True).compressobj(size=len(text))
+    stored = compressor.compress(text)
+    stored += compressor.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK) + compressor.flush()
+    _, gaps = chunks_and_gaps(stored)
+    assert gaps == []
+    # The lowest byte of the size follows the descriptor, and the window where there is one.
+    size_at = 5 if stored[4] & 0x20 else 6
+    damaged = bytearray(stored)
+    damaged[size_at] ^= 1
+    _, gaps = chunks_and_gaps(bytes(damaged))
+    assert gaps == [Gap(0, len(stored), "damaged_member")]
 
 
 @pytest.mark.parametrize("codec", ["gzip", "zstd"])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gzip
 import random
-import re
 import time
 import tracemalloc
 import zlib
@@ -26,6 +25,7 @@ from tests.pipelines.wet_files import (
     CONTAINERS,
     EXPECTED,
     MEMBERS,
+    NEVER,
     NEXT,
     NEXT_PAGE,
     PAGES,
@@ -209,9 +209,6 @@ def usual_records(draw: st.DrawFn) -> bytes:
     head = [b"WARC/1.0", b"WARC-Type: conversion", *lines, b"Content-Length: " + length]
     trailer = draw(st.sampled_from([b"\r\n\r\n"] * 4 + [b"\n\n", b"", b"\r\n\r\njunk"]))
     return b"\r\n".join([*head, b"", b""]) + b"hello" + trailer
-
-
-NEVER = re.compile(rb"(?!)")
 
 
 @given(st.lists(st.one_of(odd_records(), usual_records()), min_size=1, max_size=4))

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelines import containers
+from pipelines import containers, wet_window
+from pipelines.wet import WetReader
 from tests.pipelines.wet_files import (
     CONTAINERS,
     EXPECTED,
@@ -242,6 +243,58 @@ def test_a_damaged_member_does_not_read_on_in_the_next_one() -> None:
         pages, reader = read(stored)
         assert pages == [EXPECTED[0], EXPECTED[2]]
         assert losses(reader) == [(len(MEMBERS[1]), cut, "damaged_member", True)]
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 64, 1 << 18])
+def test_padding_behind_a_lost_block_is_no_loss(
+    chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it was one hung on where the chunks of the reader end."""
+    monkeypatch.setattr(containers, "CHUNK_BYTES", chunk_bytes)
+    junk = gzip.compress(b"junk\n")
+    for behind in (b"", MEMBERS[1]):
+        _, reader = read(junk + bytes(9) + gzip.compress(b"") + behind)
+        assert losses(reader) == [(0, len(junk), "not_warc", False)]
+
+
+# Limits, to the byte
+
+
+def limited(stored: bytes, **limits: int) -> tuple[list[bytes], list[str]]:
+    reader = WetReader(stored, **limits)
+    return [one.body for one in reader], [loss.reason for loss in reader.losses]
+
+
+def test_a_header_as_long_as_the_limit_is_read_and_one_byte_more_is_lost() -> None:
+    page, following = record(b"a page"), record(b"next", "u", digest=False)
+    size = page.index(b"\r\n\r\n") + 4
+    assert limited(page + following, max_header_bytes=size) == ([b"a page", b"next"], [])
+    for less in (1, 2):
+        found = limited(page + following, max_header_bytes=size - less)
+        assert found == ([b"next"], ["header_too_large"])
+
+
+@pytest.mark.parametrize("length", [None, 3, 60, ""])
+def test_a_body_as_long_as_the_limit_is_read_and_one_byte_more_is_lost(
+    length: int | str | None,
+) -> None:
+    """Whatever length it states."""
+    body = b"x" * 50
+    page = record(body, length=length, digest=False)
+    assert limited(page + A, max_record_bytes=50)[0][0] == body
+    bodies, reasons = limited(page + A, max_record_bytes=49)
+    assert (body in bodies, reasons[0]) == (False, "record_too_large")
+
+
+def test_no_record_begins_in_mid_line_where_the_window_moves_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The window keeps the byte before its position, in whatever chunks the file comes."""
+    monkeypatch.setattr(wet_window, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(containers, "CHUNK_BYTES", 64)
+    for size in range(1, 200):
+        stored = b"j" * size + A + NEXT
+        assert limited(stored, max_header_bytes=300) == ([NEXT_PAGE.body], ["not_warc"])
 
 
 # Any bytes

@@ -18,7 +18,8 @@ from tests.pipelines.wet_account import check_account
 from tests.pipelines.wet_files import STORED, read
 from tests.pipelines.wet_fuzzer import check_case, main, real_case, real_files
 from tests.pipelines.wet_model import CONTAINERS
-from tests.pipelines.wet_mutations import STORE_MUTATIONS, TEXT_MUTATIONS, make_case
+from tests.pipelines.wet_mutations import STORE_MUTATIONS, make_case
+from tests.pipelines.wet_text_mutations import TEXT_MUTATIONS
 
 QUICK_CASES = 600
 SLOW_CASES = 100_000

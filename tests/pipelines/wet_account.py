@@ -8,6 +8,8 @@ this offset, a complete record of another type, or line ends; and nothing may be
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
 import zlib
 from dataclasses import dataclass
@@ -17,15 +19,16 @@ import zstandard
 from pipelines import containers
 from pipelines.containers import Chunk, Gap
 from pipelines.wet import Loss, Record, WetReader
-from pipelines.wet_headers import content_length, is_page, parse_headers
 
 REASONS = {
     "damaged_member", "truncated_member", "garbage", "truncated_record", "not_warc",
     "record_too_large", "header_too_large",
 }  # fmt: skip
 _BLANK = re.compile(rb"[\r\n]*")
-_VERSION = re.compile(rb"WARC/\d{1,3}\.\d{1,3}[ \t]{0,8}\r?\n")
+VERSION = re.compile(rb"WARC/\d{1,3}\.\d{1,3}[ \t]{0,8}\r?\n")
 _BLANK_LINE = re.compile(rb"(?:^|(?<=\n))\r?\n")
+_SPACE = " \t\r\x0c"
+_MANY_LINE_ENDS = 4 << 10
 _TYPE_FIRST = re.compile(rb"[^\n]*\n(?i:WARC-Type:)")
 
 
@@ -47,10 +50,12 @@ class Run:
         self.fault = first.fault
         self.text = b""
         self.blocks: list[Block] = []
+        self.spans: set[tuple[int, int]] = set()
+        """The text of each record that was read: [start, end), as far as the account knows."""
 
     def add(self, chunk: Chunk) -> None:
-        ends = [*chunk.stored[1:], chunk.stored_end]
-        for at, start, end, member in zip(chunk.at, chunk.stored, ends, chunk.member, strict=True):
+        blocks = zip(chunk.at, chunk.stored, chunk.ends, chunk.member, strict=True)
+        for at, start, end, member in blocks:
             self.blocks.append(Block(len(self.text) + at, start, end, member))
         self.text += chunk.data
 
@@ -71,13 +76,14 @@ class Run:
         return not self.exact and block.at == at and block.stored == block.member
 
 
-def check_account(data: bytes, reader: WetReader, records: list[Record]) -> list[Run]:
-    """Fails unless pages, other records and losses explain `data`. Gives the runs of its text."""
+def check_account(data: bytes, reader: WetReader, records: list[Record]) -> list[Gap | Run]:
+    """Fails unless pages, other records and losses explain `data`. Gives its gaps and runs."""
     losses = reader.losses
     _check_counts(len(data), reader, records)
     items = list(containers.read(memoryview(data)))
     _check_containers(data, items)
     runs: list[Run] = []
+    found_items: list[Gap | Run] = []
     new = True
     for item in items:
         if isinstance(item, Gap):
@@ -85,10 +91,12 @@ def check_account(data: bytes, reader: WetReader, records: list[Record]) -> list
             if not new and runs[-1].fault:
                 covered_from = runs[-1].blocks[-1].stored_end
             assert _is_lost(losses, covered_from, item.end), f"gap {item} is no loss"
+            found_items.append(item)
             new = True
             continue
         if new or item.starts_run:
             runs.append(Run(item))
+            found_items.append(runs[-1])
         runs[-1].add(item)
         new = False
     left, others = records, {0}
@@ -99,7 +107,7 @@ def check_account(data: bytes, reader: WetReader, records: list[Record]) -> list
         others = {a + b for a in others for b in found}
     assert not left, f"{len(left)} pages from nowhere: {left[0]}"
     assert reader.counts.not_pages in others, f"not_pages {reader.counts.not_pages}, not {others}"
-    return runs
+    return found_items
 
 
 def _in_run(run: Run, records: list[Record]) -> int:
@@ -200,30 +208,51 @@ def _walk(run: Run, records: list[Record], losses: list[Loss]) -> set[int]:
     """All numbers of other records with which the text of `run` is explained."""
     text, lost = run.text, _lost_ranges(run, losses)
     states: dict[tuple[int, int], set[int]] = {(0, 0): {0}}
+    came: dict[tuple[int, int], list[tuple[int, int, int, bool]]] = {}
+    ends: list[tuple[int, int]] = []
     furthest = (0, 0)
     done: set[int] = set()
     while states:
-        at, used = min(states)
-        others = states.pop((at, used))
-        furthest = max(furthest, (at, used))
+        state = at, used = min(states)
+        others = states.pop(state)
+        furthest = max(furthest, state)
         blank = _BLANK.match(text, at)
         assert blank is not None
         at = blank.end()
         if at == len(text):
             if used == len(records):
                 done |= others
+                ends.append(state)
             continue
         steps = _steps(run, at, records[used] if used < len(records) else None, lost)
         for to, page, other in steps:
             assert to > at
             states.setdefault((to, used + page), set()).update(n + other for n in others)
+            came.setdefault((to, used + page), []).append((*state, at, bool(page + other)))
     if not done:
         at, used = furthest
         raise AssertionError(
             f"unexplained from text offset {at} (stored {run.block_of(at).stored}) with"
             f" {len(records) - used} pages left: {text[at : at + 200]!r}"
         )
+    run.spans = _record_spans(came, ends)
     return done
+
+
+def _record_spans(
+    came: dict[tuple[int, int], list[tuple[int, int, int, bool]]], ends: list[tuple[int, int]]
+) -> set[tuple[int, int]]:
+    """[start, end) of the records on all ways that lead to one of `ends`."""
+    spans, seen = set(), set(ends)
+    while ends:
+        state = ends.pop()
+        for at, used, start, is_record in came.get(state, []):
+            if is_record:
+                spans.add((start, state[0]))
+            if (at, used) not in seen:
+                seen.add((at, used))
+                ends.append((at, used))
+    return spans
 
 
 def _lost_ranges(run: Run, losses: list[Loss]) -> list[tuple[int, int]]:
@@ -253,17 +282,15 @@ def _steps(
             return steps
         # In compressed text a loss takes whole blocks, and records may begin and end in them.
         steps += [
-            (m.start(), 0, 0)
-            for m in _VERSION.finditer(text, at + 1, area + 32)
-            if m.start() < area
+            (m.start(), 0, 0) for m in VERSION.finditer(text, at + 1, area + 32) if m.start() < area
         ]
-    version = _VERSION.match(text, at)
+    version = VERSION.match(text, at)
     blank = None if version is None else _BLANK_LINE.search(text, version.end())
     if version is None or blank is None:
         return steps
-    fields = parse_headers(text[at : blank.start()])
+    fields = headers(text[at : blank.start()])
     body = blank.end()
-    if is_page(fields):
+    if fields.get("warc-type", "").lower() == "conversion":
         if page is not None and _is_record(run, at, body, fields, page):
             steps.append((body + len(page.body), 1, 0))
             if page.body == b"" and body == len(text):
@@ -272,7 +299,7 @@ def _steps(
     length = content_length(fields)
     if length is not None and body + length <= len(text):
         steps.append((body + length, 0, 1))
-    for found in _VERSION.finditer(text, body):
+    for found in VERSION.finditer(text, body):
         if run.begins_line(found.start()):
             steps.append((found.start(), 0, 1))
             if _TYPE_FIRST.match(text, found.start()):
@@ -282,14 +309,75 @@ def _steps(
 
 
 def _is_record(run: Run, at: int, body: int, fields: dict[str, str], page: Record) -> bool:
-    url = fields.get("WARC-Target-URI", "")
-    right_length = content_length(fields) == len(page.body)
-    return (
+    url = fields.get("warc-target-uri", "")
+    if not (
         page.warc_offset == run.member_of(at)
-        and page.url in (url, url[1:-1])
-        and page.digest == fields.get("WARC-Block-Digest", "")
-        and page.date == fields.get("WARC-Date", "")
-        and page.record_id == fields.get("WARC-Record-ID", "")
+        and page.url == (url[1:-1] if url[:1] == "<" and url[-1:] == ">" else url)
+        and page.digest == fields.get("warc-block-digest", "")
+        and page.date == fields.get("warc-date", "")
+        and page.record_id == fields.get("warc-record-id", "")
+        and page.identified_language == fields.get("warc-identified-content-language", "")
         and run.text.startswith(page.body, body)
-        and (right_length or page.length_corrected)
+    ):
+        return False
+    length = content_length(fields)
+    if page.length_corrected:
+        return length is None or not _surely_ends(run, fields, body, body + length)
+    return length == len(page.body) and _may_end(run, fields, page.body, body + length)
+
+
+def _surely_ends(run: Run, fields: dict[str, str], body: int, end: int) -> bool:
+    """Whether the format says that a record ends at `end`, so that its length is right."""
+    if end > len(run.text):
+        return False
+    return (
+        end == len(run.text)
+        or run.text.startswith(b"\r\n\r\n", end)
+        or _digest_is_right(fields, run.text[body:end]) is True
     )
+
+
+def _may_end(run: Run, fields: dict[str, str], text: bytes, end: int) -> bool:
+    """Whether a record of the body `text` can be believed to end at `end`."""
+    blank = _BLANK.match(run.text, end)
+    behind = end if blank is None else blank.end()
+    right = _digest_is_right(fields, text)
+    if run.fault:
+        if right is None:
+            text.decode()
+        return right is not False and VERSION.match(run.text, behind) is not None
+    return (
+        right is True
+        or behind == len(run.text)
+        or behind - end >= _MANY_LINE_ENDS
+        or run.text.startswith(b"\r\n\r\n", end)
+        or VERSION.match(run.text, behind) is not None
+        or any(b.stored == b.member and end <= b.at <= behind for b in run.blocks)
+        or (len(run.text) - behind < 20 and run.text.startswith(b"WARC/", behind))
+    )
+
+
+def _digest_is_right(fields: dict[str, str], text: bytes) -> bool | None:
+    name, colon, value = fields.get("warc-block-digest", "").partition(":")
+    if not colon or name.lower() != "sha1":
+        return None
+    digest = hashlib.sha1(text, usedforsecurity=False).digest()
+    return value.lower() in (digest.hex(), base64.b32encode(digest).decode().lower())
+
+
+def headers(text: bytes) -> dict[str, str]:
+    """The first value of each header, by its name in lower case; folded lines are joined."""
+    fields: list[list[str]] = []
+    for raw in text.decode("utf-8", "replace").split("\n")[1:]:
+        if raw[:1] in (" ", "\t"):
+            if fields:
+                fields[-1][1] += " " + raw.strip(_SPACE)
+        elif ":" in raw:
+            name, value = raw.split(":", 1)
+            fields.append([name.strip(_SPACE).lower(), value.strip(_SPACE)])
+    return {name: value.strip(_SPACE) for name, value in reversed(fields)}
+
+
+def content_length(fields: dict[str, str]) -> int | None:
+    value = fields.get("content-length", "")
+    return int(value) if re.fullmatch(r"[0-9]{1,18}", value) else None

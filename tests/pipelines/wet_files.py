@@ -15,6 +15,9 @@ import zstandard
 
 from pipelines.wet import WetReader
 
+NEVER = re.compile(rb"(?!)")
+"""Matches nothing: in place of `wet.USUAL_PAGE` it leaves all to the careful parser."""
+
 
 @dataclass(frozen=True)
 class Page:
