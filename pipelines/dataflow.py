@@ -17,7 +17,8 @@ from typing import Any
 
 from models import files
 from models.errors import Fault, UserError
-from pipelines.plan import KEYS_PER_STORED_BYTE, ModelFile, Plan
+from pipelines.estimate import unsampled_memory
+from pipelines.plan import Plan
 
 _JOB_FILE = "job.json"
 _NEEDED = {
@@ -33,11 +34,8 @@ _NO_USE = {
     "update": "a batch job cannot be updated",
     "streaming": "mining is a batch job",
 }
-# Peak RSS of the clean pass, which is the largest: 336 MB with files of 0.45 MB, 494 MB with one
-# of 11.3 MB (gzip); half of it on top, for another crawl and for another language model's pages.
-_PROCESS_BYTES = 500_000_000
-_BYTES_PER_STORED_BYTE = 22
-_BYTES_PER_KEY = 50
+_RAM_MARGIN = 2
+"""On top of the estimate, which no run with files larger than 11 MB has checked."""
 
 
 def with_defaults(words: Sequence[str], options: Any) -> list[str]:
@@ -97,7 +95,7 @@ def rejoined(pipeline: Any, plan: Plan, *, restart: bool) -> bool:
         raise UserError(
             f"job '{job.job_id()}' is at work in output '{plan.recipe.output.directory}': wait for "
             "it (the same command without --restart), or stop it: "
-            f"{_cancel_command(options, job)}"
+            f"{_cancel_command(options, job.job_id())}"
         )
     _wait(pipeline, job)
     return True
@@ -122,14 +120,13 @@ def _name_job(pipeline: Any, plan: Plan) -> None:
 
 
 def least_ram_bytes(plan: Plan, processes: int) -> int:
-    """RAM that a worker with so many processes needs: that of the largest step in each.
+    """RAM that a worker with so many processes should have: the estimate's, with a margin.
 
-    Language models are mapped into memory, so the processes of a worker share them.
+    KenLM models are mapped, once for all processes; each has the other models for itself.
     """
-    largest = max(file.bytes for file in plan.inputs)
-    keys = sum(file.bytes for file in plan.inputs) * KEYS_PER_STORED_BYTE / plan.ranges
-    each = _PROCESS_BYTES + max(largest * _BYTES_PER_STORED_BYTE, int(keys * _BYTES_PER_KEY))
-    return processes * each + sum(files.size_bytes(model.path) for model in _models(plan))
+    own, shared = unsampled_memory(plan)
+    own = _RAM_MARGIN * own + files.size_bytes(plan.language_id.path)
+    return processes * own + shared
 
 
 def _hint_ram(pipeline: Any, plan: Plan) -> None:
@@ -150,12 +147,6 @@ def _hint_ram(pipeline: Any, plan: Plan) -> None:
         options.resource_hints = [f"min_ram={least_ram_bytes(plan, processes)}B"]
 
 
-def _models(plan: Plan) -> Iterator[ModelFile]:
-    yield plan.language_id
-    for pair in plan.language_models.values():
-        yield from (pair.tokenizer, pair.ngram)
-
-
 def _run_job(pipeline: Any, plan: Plan) -> None:
     """Submit the pipeline, note its job beside the claim, and wait until it is done.
 
@@ -165,18 +156,24 @@ def _run_job(pipeline: Any, plan: Plan) -> None:
         DataflowJobAlreadyExistsError,
     )
 
+    options = _cloud_options(pipeline)
     try:
         result = pipeline.run()
     except DataflowJobAlreadyExistsError as error:
-        raise UserError(f"another run is at work for this output: {error}") from None
-    options = _cloud_options(pipeline)
+        # Beam's own words advise another job name: that would be a second run for this output.
+        found = re.search(r"with id: ([\w:.-]+?)\.?(?:\s|$)", str(error))
+        job_id = found[1] if found else "JOB_ID"
+        raise UserError(
+            f"another run is at work for this output, as job '{options.job_name}' ({job_id}): wait "
+            f"for it, or stop it: {_cancel_command(options, job_id)}"
+        ) from None
     about = {"project": options.project, "region": options.region, "job_id": result.job_id()}
     files.write_atomic(_record(plan), json.dumps(about))
     print(
         f"Dataflow job '{options.job_name}' ({result.job_id()}) is submitted: "
         f"{_console(options, result)}\n"
         "Ctrl+C leaves it at work, and the same command waits for it again; to stop it: "
-        f"{_cancel_command(options, result)}",
+        f"{_cancel_command(options, result.job_id())}",
         file=sys.stderr,
     )
     _wait(pipeline, result)
@@ -245,9 +242,9 @@ def _console(options: Any, result: Any) -> str:
     )
 
 
-def _cancel_command(options: Any, result: Any) -> str:
+def _cancel_command(options: Any, job_id: str) -> str:
     return (
-        f"gcloud dataflow jobs cancel {result.job_id()} --project={options.project} "
+        f"gcloud dataflow jobs cancel {job_id} --project={options.project} "
         f"--region={options.region}"
     )
 

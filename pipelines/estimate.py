@@ -3,9 +3,9 @@
 The text itself is sampled: windows of a few local inputs are read, decoded and identified, which
 gives the compression ratio, paragraphs for each byte, and how much text has a language model.
 What the run does with each byte, paragraph and key costs what it cost in the project's benchmark
-(`scripts/bench_scale.py`, which prints them anew with every run), times the speed of this machine
-on a fixed piece of text. What dedup and filters keep cannot be sampled: it is
-taken from the benchmark too, so for another crawl disk and time after dedup are orders of size.
+(`scripts/bench_scale.py`, which prints the main ones anew with every run), times the speed of this
+machine on a fixed piece of text. What dedup and filters keep cannot be sampled: it is taken from
+the benchmark too, so for another crawl disk and time after dedup are orders of size.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ from typing import NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from models import files
-from pipelines.input_sample import ASSUMED_RATIO, Sample, sample_inputs
+from pipelines.input_sample import ASSUMED_RATIO, Sample, assumed, sample_inputs
 from pipelines.paragraphs import paragraph_hashes
 from pipelines.plan import Plan
 
 MACHINE = "2 cores of an AMD EPYC at 2.4 GHz"
 _MIB = 1 << 20
+_SHARED = "language models"  # mapped: one copy for all workers of a machine
 
 
 class Costs(NamedTuple):
     """Measured on MACHINE: varied wet_docs, 0.1 and 0.5 GB, recipe `default`, 14 small models.
 
     The machine was busy with other work, so the seconds are an upper bound. The clean pass was
-    measured as a whole; its three parts are dealt out as the kernels alone cost.
+    measured as a whole; how it divides into its three parts was not, nor were the shuffle's
+    figures for Common Crawl: a report grows with the languages and the scored ones among them.
     """
 
     hash_s_per_gb: float = 67.0
@@ -52,8 +54,13 @@ class Costs(NamedTuple):
     """Parquet with zstd-3; the staging files have zstd-1."""
     staged_per_kept_byte: float = 0.42
     report_bytes: int = 18_400
-    """One input's report, pickled, as it goes through a shuffle."""
-    reference_bytes: int = 170
+    """One input's report, pickled, as it goes to the cutoffs; `summary_bytes`: on from there."""
+    summary_bytes: int = 770
+    reference_bytes: int = 90
+    """From one input to one judge, with the path of the key file; `block_bytes`: beside a block
+    of keys, which needs no path; `answer_bytes`: back, without the bits."""
+    block_bytes: int = 21
+    answer_bytes: int = 28
     base_bytes: int = 242 * _MIB
     """A process with Beam, Arrow, the language identifier and the character tables."""
     batch_bytes: int = 130 * _MIB
@@ -116,9 +123,7 @@ def estimate(plan: Plan) -> Estimate:
     # A remote input that would not tell its size counts as the mean of the others.
     stored = sum(known) + unknown * (sum(known) // len(known) if known else 0)
     sample = sample_inputs(plan)
-    wet = round(stored * sample.ratio)
-    paragraphs = round(wet * sample.paragraphs_per_byte)
-    keys = round(paragraphs * COSTS.keys_per_paragraph)
+    wet, paragraphs, keys = _contents(stored, sample)
     kept = round(wet * COSTS.kept_share)
     groups = len({file.group for file in plan.inputs})
     factor = machine_factor()
@@ -157,6 +162,22 @@ def estimate(plan: Plan) -> Estimate:
         output=disks[1],
         warnings=_warnings(disks, unknown, sample),
     )
+
+
+def unsampled_memory(plan: Plan) -> tuple[int, int]:
+    """Memory in bytes that each worker process of `plan` has for itself, and that it shares with
+    the others of its machine. Reads no input."""
+    sample = assumed(plan)
+    _, _, keys = _contents(sum(file.bytes for file in plan.inputs), sample)
+    terms, worker = _memory(plan, sample, keys)
+    return worker - terms[_SHARED], terms[_SHARED]
+
+
+def _contents(stored: int, sample: Sample) -> tuple[int, int, int]:
+    """Bytes of WET, paragraphs and keys in `stored` bytes."""
+    wet = round(stored * sample.ratio)
+    paragraphs = round(wet * sample.paragraphs_per_byte)
+    return wet, paragraphs, round(paragraphs * COSTS.keys_per_paragraph)
 
 
 def machine_factor() -> float:
@@ -206,11 +227,13 @@ def _wall_s(plan: Plan, cpu_s: dict[str, float]) -> float:
 
 
 def _shuffle_bytes(plan: Plan, keys: int) -> int:
-    """References and bits between passes 1, 2 and 3; then each report, three times."""
-    references = len(plan.inputs) * plan.ranges * COSTS.reference_bytes
-    blocks = round(keys * 8.4) if plan.recipe.run.exchange == "shuffle" else 0
-    reports = 3 * len(plan.inputs) * COSTS.report_bytes
-    return 2 * references + keys // 8 + blocks + reports
+    """References and bits between passes 1, 2 and 3; then each report, twice more in short."""
+    through = plan.recipe.run.exchange == "shuffle"
+    there = COSTS.block_bytes if through else COSTS.reference_bytes
+    references = len(plan.inputs) * plan.ranges * (there + COSTS.answer_bytes)
+    blocks = round(keys * 8.4) if through else 0
+    reports = len(plan.inputs) * (COSTS.report_bytes + 2 * COSTS.summary_bytes)
+    return references + keys // 8 + blocks + reports
 
 
 def _memory(plan: Plan, sample: Sample, keys: int) -> tuple[dict[str, int], int]:
@@ -221,10 +244,9 @@ def _memory(plan: Plan, sample: Sample, keys: int) -> tuple[dict[str, int], int]
     terms = {
         "base": COSTS.base_bytes,
         "batch": COSTS.batch_bytes,
-        "language models": sum(
-            _size(pair.ngram.path)
-            + round(_size(pair.tokenizer.path) * COSTS.memory_per_tokenizer_byte)
-            for pair in pairs
+        _SHARED: sum(_size(pair.ngram.path) for pair in pairs),
+        "tokenizers": round(
+            sum(_size(pair.tokenizer.path) for pair in pairs) * COSTS.memory_per_tokenizer_byte
         ),
         "hash: largest input": round(largest + paragraphs),
         "judge: keys of one range": round(

@@ -12,7 +12,7 @@ from pipelines.plan import InputFile, Plan
 from pipelines.wet import WetReader
 
 ASSUMED_RATIO = 2.6
-"""Uncompressed to stored bytes of a WET file where none can be sampled (Common Crawl's)."""
+"""Uncompressed to stored bytes of a WET file where none can be sampled: assumed, as the next."""
 _ASSUMED_WET_BYTES_PER_PARAGRAPH = 90
 _SAMPLED_INPUTS = 4
 _WINDOWS_PER_INPUT = 2
@@ -51,9 +51,14 @@ def sample_inputs(plan: Plan) -> Sample:
                 identified += len(text)
                 scored += len(text) if language in plan.language_models else 0
     if not wet:
-        share = 1.0 if plan.language_models else 0.0
-        return Sample(0, ASSUMED_RATIO, 1 / _ASSUMED_WET_BYTES_PER_PARAGRAPH, share)
+        return assumed(plan)
     return Sample(read, wet / stored, paragraphs / wet, scored / max(identified, 1))
+
+
+def assumed(plan: Plan) -> Sample:
+    """What is taken for true where nothing can be sampled."""
+    share = 1.0 if plan.language_models else 0.0
+    return Sample(0, ASSUMED_RATIO, 1 / _ASSUMED_WET_BYTES_PER_PARAGRAPH, share)
 
 
 def _window(plan: Plan, file: InputFile, place: float) -> tuple[int, int, int, list[str]]:

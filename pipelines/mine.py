@@ -28,7 +28,7 @@ from pipelines.hashing import hash_file, pack_bits, unpack_bits
 from pipelines.index import read_index_range, write_index_range
 from pipelines.plan import read_plan
 from pipelines.publish import Finished, publish
-from pipelines.regroup import cutoffs_of_run, plan_tasks, regroup, task_bytes
+from pipelines.regroup import Sources, cutoffs_of_run, regroup, task_bytes
 from pipelines.timings import announce, timed
 
 _ALL = 0
@@ -229,25 +229,22 @@ def _clean(element: tuple[int, Iterable[tuple[Any, ...]]], plan_path: str) -> tu
 def _tasks(element: tuple[int, Iterable[Report]], plan_path: str) -> Iterator[tuple[int, Any]]:
     plan = read_plan(plan_path)
     histograms: dict[str, Counter[int]] = {}
-    reports = []
-    for report in element[1]:  # most of a report is its histograms: they are added up at once
-        groups = report.get("row_groups", [])
-        for group in groups:
+    sources = Sources()
+    faulty = False
+    for report in element[1]:  # a report is mostly row groups: none is held
+        for group in report.get("row_groups", []):
             of_language = histograms.setdefault(group["language"], Counter())
             of_language.update(dict(group["histogram"]))
-        slim = [{k: v for k, v in group.items() if k != "histogram"} for group in groups]
-        reports.append(report | {"row_groups": slim})
-    reports.sort(key=lambda report: report["unit"])  # crawl order
-    cutoffs = cutoffs_of_run(plan, histograms)
-    yield _REPORTS, Finished(cutoffs=cutoffs)
-    for report in reports:
+        sources.add(report)
+        faulty = faulty or bool(report["fault"])
         of_publish = {key: value for key, value in report.items() if key != "row_groups"}
         yield _REPORTS, Finished(reports=[of_publish])
-    good = [report for report in reports if not report["failed"] and not report["fault"]]
-    if len(good) == sum(not report["failed"] for report in reports):
-        tasks = plan_tasks(plan, good, cutoffs)
-        announce(plan, "regroup", pieces=len(tasks), bytes_total=sum(map(task_bytes, tasks)))
-        yield from enumerate(tasks, start=1)
+    cutoffs = cutoffs_of_run(plan, histograms)
+    yield _REPORTS, Finished(cutoffs=cutoffs)
+    if not faulty:
+        pieces = sum(1 for _ in sources.tasks(plan, cutoffs))
+        announce(plan, "regroup", pieces=pieces, bytes_total=sources.bytes)
+        yield from enumerate(sources.tasks(plan, cutoffs), start=1)
 
 
 def _regroup(element: tuple[int, Iterable[Any]], plan_path: str) -> Iterator[tuple[int, Finished]]:
@@ -275,5 +272,5 @@ def _publish(element: tuple[int, Iterable[Finished]], plan_path: str) -> str:
     plan, finished = read_plan(plan_path), list(element[1])
     try:
         return publish(plan, finished)
-    except OSError as error:
+    except (GristmillError, OSError) as error:
         return publish(plan, [*finished, Finished(faults=[f"the manifest: {error}"])])

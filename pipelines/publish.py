@@ -33,11 +33,12 @@ from pipelines.manifest import (
 )
 from pipelines.plan import Plan
 from pipelines.regroup import PAGES, Output
-from pipelines.staging import DROPS_SCHEMA
+from pipelines.staging import DROPS_SCHEMA, read_drops
 from pipelines.timings import TIMINGS_FILE, collect, timed
 
 DROPS_FILE = "drops.parquet"
 FAULTS_FILE = "faults.json"
+_ROW_GROUP_DROPS = 1 << 18  # many inputs to a row group: the footer tells of each group at length
 
 
 @dataclass(frozen=True)
@@ -201,17 +202,22 @@ def _counts(reports: list[Report], good: list[Report], outputs: tuple[OutputEntr
 def _drops(plan: Plan, good: list[Report]) -> OutputEntry:
     """Put the drop lists of all units into one file, in crawl order."""
     url = files.join(plan.recipe.output.directory, DROPS_FILE)
-    rows = 0
+    rows = written = 0
+    waiting: list[pa.Table] = []
     with (
         files.atomic_path(url) as temporary,
         pq.ParquetWriter(temporary, DROPS_SCHEMA, compression="zstd") as writer,
     ):
         for report in good:
-            with files.mapped(report["drops_path"]) as data:
-                table = pq.read_table(pa.BufferReader(data), pre_buffer=False, use_threads=False)
-            rows += table.num_rows
+            table = read_drops(report["drops_path"])
             if table.num_rows:
-                writer.write_table(table)
+                waiting.append(table)
+            rows += table.num_rows
+            if rows - written >= _ROW_GROUP_DROPS:
+                writer.write_table(pa.concat_tables(waiting))
+                waiting, written = [], rows
+        if waiting:
+            writer.write_table(pa.concat_tables(waiting))
     return OutputEntry(
         path=DROPS_FILE, language="", bucket="", rows=rows, chars=0, text_bytes=0,
         bytes=files.size_bytes(url), xxh3=files.xxh3_file(url),

@@ -68,12 +68,16 @@ class Sample:
 
 @dataclass
 class Figures:
-    """pages_read: looked at, of pages_listed in the manifest. unreadable: shards that are missing
+    """pages_read: looked at, of pages_listed in the manifest. pages_known: what the counts stand
+    for, all but the pages of unreadable shards. sampled: not all was to be looked at.
+    unreadable: shards that are missing
     or not what the manifest lists, a line each. unscored: pages without a perplexity, by
     language. hosts: the most frequent first."""
 
     pages_listed: int = 0
     pages_read: int = 0
+    pages_known: int = 0
+    sampled: bool = False
     unreadable: list[str] = field(default_factory=list)
     perplexity: dict[str, Histogram] = field(default_factory=dict)
     unscored: dict[str, int] = field(default_factory=dict)
@@ -129,6 +133,7 @@ def look_at_shards(
     """
     figures = Figures(pages_listed=manifest.counts.pages.written)
     share = min(1.0, pages / max(1, figures.pages_listed))
+    figures.sampled = share < 1
     wanted = frozenset(sample_languages)
     by_stratum: dict[tuple[str, str], list[OutputEntry]] = {}
     for output in manifest.outputs:
@@ -231,6 +236,7 @@ def _summarise(strata: list[_Stratum], figures: Figures) -> None:
     unscored: Counter[str] = Counter()
     for stratum in strata:
         figures.pages_read += stratum.read
+        figures.pages_known += stratum.listed if stratum.read else 0
         scale = stratum.scale
         for host, pages in stratum.hosts.items():
             hosts[host] = hosts.get(host, 0.0) + pages * scale

@@ -54,15 +54,12 @@ def coverage(figures: Figures) -> str:
     read, listed = figures.pages_read, figures.pages_listed
     if read == listed:
         return f"Counted over all {listed:,} pages."
-    if figures.unreadable:
-        return (
-            f"Counted over {read:,} of {listed:,} pages ({share(read, listed)}): "
-            f"{len(figures.unreadable):,} Parquet files could not be read."
-        )
-    return (
-        f"Estimated from {read:,} of {listed:,} pages ({share(read, listed)}), chosen by whole row "
-        "groups within each language and bucket."
-    )
+    pages = f"{read:,} of {listed:,} pages ({share(read, listed)})"
+    gone = f"{counted(len(figures.unreadable), 'Parquet file')} could not be read."
+    if not figures.sampled:
+        return f"Counted over {pages}: {gone}"
+    chosen = "chosen by whole row groups within each language and bucket"
+    return f"Estimated from {pages}, {chosen}" + (f"; {gone}" if figures.unreadable else ".")
 
 
 def _funnel(manifest: Manifest) -> Section:
@@ -346,8 +343,7 @@ def _hosts(figures: Figures) -> Section:
     named = [(visible(host) or "(no host)", pages) for host, pages in figures.hosts]
     bars = [Bar(host, f"{pages:,}", ((0, pages, "--bar"),)) for host, pages in named]
     described = ", ".join(f"{bar.label} {bar.value}" for bar in bars[:5])
-    known = figures.pages_read if figures.unreadable else figures.pages_listed
-    rows = tuple((host, f"{pages:,}", share(pages, known)) for host, pages in named)
+    rows = tuple((host, f"{pages:,}", share(pages, figures.pages_known)) for host, pages in named)
     columns = (Column("host", "name"), Column("pages", "number"), Column("share", "number"))
     return Section(
         "hosts",

@@ -6,8 +6,11 @@ its language. Beside it stands, if asked for, the list of the pages that were dr
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,7 +19,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from models import files
+from models import files, remote
+from models.errors import Fault, GristmillError
 from models.ngram import PageScorer
 from pipelines.buckets import histogram
 from pipelines.pages import Page
@@ -55,6 +59,8 @@ DROPS_SCHEMA = pa.schema(
     ]
 )
 _ROW_GROUP_PAGES = 1024
+_TAIL_BYTES = 64 << 10
+"""What Arrow reads of the end of a file to find its footer."""
 # Nearly every address is of this kind; urlsplit takes 50 times as long.
 _USUAL_HOST = re.compile(r"https?://([a-z0-9.-]+)(?::[0-9]+)?(?=[/?#]|$)")
 
@@ -146,6 +152,114 @@ def _write_row_group(
         "bytes": pc.sum(pc.binary_length(rows["text"])).as_py(),
         "histogram": sorted(histogram(perplexities).items()),
     }
+
+
+def read_row_groups(url: str, xxh3: str, groups: Sequence[int]) -> Iterator[pa.Table]:
+    """The row groups `groups` of a staging file; of a remote one, nothing else is fetched.
+
+    xxh3: the file's. Raises Fault, naming the file, when it cannot be read or is damaged.
+    """
+    with _named(url), contextlib.ExitStack() as stack:
+        metadata = _footer(url, xxh3)
+        last = metadata.row_group(metadata.num_row_groups - 1)
+        remote_file = None if files.is_local(url) else _Piece(_bounds(last)[1])
+        # pre_buffer=False: with it, pyarrow 25 now and then aborts at process exit
+        staged = stack.enter_context(
+            pq.ParquetFile(
+                remote_file or pa.BufferReader(stack.enter_context(files.mapped(url))),
+                metadata=metadata,
+                pre_buffer=False,
+                page_checksum_verification=True,
+            )
+        )
+        for group in groups:
+            if remote_file is not None:
+                start, stop = _bounds(metadata.row_group(group))
+                remote_file.hold(start, remote.read(url, start, stop))
+            yield staged.read_row_group(group, use_threads=False)
+
+
+def read_drops(url: str) -> pa.Table:
+    """What `write_drops` wrote. Raises Fault, naming the file, when that cannot be read."""
+    with _named(url), files.mapped(url) as data:
+        return pq.read_table(pa.BufferReader(data), pre_buffer=False, use_threads=False)
+
+
+@contextlib.contextmanager
+def _named(url: str) -> Iterator[None]:
+    """What Arrow says of a damaged file, which names none, as a Fault that does."""
+    try:
+        yield
+    except GristmillError:
+        raise
+    except (pa.ArrowInvalid, OSError) as error:
+        reason = getattr(error, "strerror", None) or str(error).split("\n", 1)[0]
+        raise Fault(
+            f"staging file '{url}' cannot be read ({reason}); the next run makes it anew if need be"
+        ) from error
+
+
+@functools.lru_cache(maxsize=16)  # with 160 languages each takes 3 MB
+def _footer(url: str, xxh3: str) -> pq.FileMetaData:
+    """The footer of a staging file, which every language in it asks for.
+
+    xxh3: only part of the cache's key, so that a file made anew is read anew.
+    """
+    with files.ranged(url) as file:
+        end = file.size_bytes
+        footer_bytes = int.from_bytes(file.read(max(end - 8, 0), max(end - 4, 0)), "little")
+        start = max(end - max(footer_bytes + 8, _TAIL_BYTES), 0)
+        tail = _Piece(end)
+        tail.hold(start, file.read(start, end))
+        return pq.read_metadata(tail)
+
+
+def _bounds(group: pq.RowGroupMetaData) -> tuple[int, int]:
+    """Where a row group begins and ends in its file: its columns stand one behind the other."""
+    columns = [group.column(number) for number in range(group.num_columns)]
+    starts = [
+        offset
+        for column in columns
+        for offset in (column.dictionary_page_offset, column.data_page_offset)
+        if offset is not None
+    ]
+    return min(starts), min(starts) + sum(column.total_compressed_size for column in columns)
+
+
+class _Piece(io.RawIOBase):
+    """A file of which one piece is held at a time, for Arrow to read in."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._size_bytes = size_bytes
+        self.hold(0, b"")
+
+    def hold(self, start: int, data: bytes | memoryview) -> None:
+        """Let go of the last piece, and take `data`, which begins at `start` of the file."""
+        self._start, self._data = start, data
+        self._place = start
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        bases = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size_bytes}
+        self._place = bases[whence] + offset
+        return self._place
+
+    def read(self, size: int = -1) -> bytes:
+        first = self._place - self._start
+        if first < 0:
+            raise OSError(f"byte {self._place:,} lies outside of what its footer tells")
+        last = len(self._data) if size < 0 else first + size
+        found = bytes(self._data[first:last])
+        self._place += len(found)
+        return found
 
 
 def write_drops(drops: list[dict[str, Any]], url: str) -> str:

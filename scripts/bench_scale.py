@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -112,7 +113,7 @@ def make_input(source: Path, work: Path, size_gb: float, seed: int) -> Path:
         sources = sorted(map(str, source.glob("*.warc.wet.gz")))
         if not sources:
             raise UserError(f"no WET file in '{source}': give a folder with --source")
-        vary(sources, folder, round(size_gb * 1e9), seed)
+        vary(sources, folder, round(size_gb * 1e9), seed, workers=os.cpu_count() or 1)
         whole.touch()
     return folder
 

@@ -214,7 +214,10 @@ def _parquet(target: str, *, as_json: bool, conditions: dict[str, str], count: i
     if {"url", "text", "line_ids"} <= set(schema.names):
         _print_pages(_matching(target, conditions, count), as_json=as_json)
     else:
-        for row in _matching(target, {}, count):
+        missing = sorted(set(conditions) - set(schema.names))
+        if missing:
+            raise UserError(f"--sample: '{target}' has no column '{missing[0]}'")
+        for row in _matching(target, conditions, count):
             print(json.dumps(row, ensure_ascii=False, default=str))
     return 0
 

@@ -12,6 +12,7 @@ import pytest
 
 from models.errors import UserError
 from pipelines.dataflow import least_ram_bytes
+from pipelines.estimate import COSTS
 from pipelines.plan import InputFile, LanguageModel, ModelFile, Plan
 from pipelines.recipe import load_recipe
 
@@ -134,8 +135,7 @@ def test_one_environment_with_image_and_memory(sent: Any) -> None:
     payload = beam_runner_api_pb2.DockerPayload.FromString(environment.payload)
     assert payload.container_image == IMAGE
     assert list(environment.dependencies) == []  # nothing to install when a worker starts
-    # 4 processes with 0.5 GB and 22 bytes for each byte of the largest file; one model
-    expected = 4 * (500 * MB + 22 * 70 * MB) + MODEL_BYTES
+    expected = 4 * (2 * own_bytes(70 * MB) + MODEL_BYTES)
     assert environment.resource_hints == {"beam:resources:min_ram_bytes:v1": str(expected).encode()}
 
 
@@ -170,13 +170,26 @@ def test_the_job_name_is_that_of_the_output(tmp_path: Path) -> None:
     assert dry_run(make_plan(tmp_path, [2 * MB]))[0].name == name
 
 
+def own_bytes(largest: int, tokenizers: int = 0) -> int:
+    """What the estimate says that a process takes while it cleans a file of `largest` bytes."""
+    wet = largest * 2.6  # nothing remote is sampled
+    kept = wet * COSTS.kept_share * COSTS.memory_per_kept_byte
+    of_file = round(largest + wet / 90 * COSTS.memory_per_paragraph + kept)
+    of_models = round(tokenizers * MODEL_BYTES * COSTS.memory_per_tokenizer_byte)
+    return COSTS.base_bytes + COSTS.batch_bytes + of_models + of_file
+
+
 def test_memory_counts_the_largest_step_and_all_models(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, [10 * MB, 40 * MB], language_models=2)
-    assert least_ram_bytes(plan, 1) == 500 * MB + 22 * 40 * MB + 5 * MODEL_BYTES
-    assert least_ram_bytes(plan, 8) == 8 * (500 * MB + 22 * 40 * MB) + 5 * MODEL_BYTES
+    # Each process has its tokenizers and language identifier; the n-gram models are mapped.
+    each = 2 * own_bytes(40 * MB, tokenizers=2) + MODEL_BYTES
+    assert least_ram_bytes(plan, 1) == each + 2 * MODEL_BYTES
+    assert least_ram_bytes(plan, 8) == 8 * each + 2 * MODEL_BYTES
     few = plan.model_copy(update={"ranges": 1, "inputs": plan.inputs * 100})
-    keys = 100 * 50 * MB * 0.03  # the judge holds all of a range
-    assert least_ram_bytes(few, 1) == 500 * MB + int(keys * 50) + 5 * MODEL_BYTES
+    keys = round(round(5_000 * MB * 2.6 / 90) * COSTS.keys_per_paragraph)
+    held = round(keys * COSTS.memory_per_key)  # the judge holds all of a range
+    in_judge = own_bytes(0, tokenizers=2) + held
+    assert least_ram_bytes(few, 1) == 2 * in_judge + 3 * MODEL_BYTES
 
 
 @pytest.mark.parametrize(

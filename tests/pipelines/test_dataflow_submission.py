@@ -203,9 +203,10 @@ def test_the_same_command_waits_for_the_job_that_is_at_work(
     # On another machine, or after the record is lost, the service itself is the lock.
     del cloud.objects[record]
     assert mine(cloud) == EXIT_USER_ERROR
-    assert "another run is at work for this output: There is already active job named" in (
-        capfd.readouterr().err
-    )
+    said = capfd.readouterr().err
+    assert "another run is at work for this output, as job 'gristmill-" in said
+    assert "(job-1): wait for it, or stop it: gcloud dataflow jobs cancel job-1 --project" in said
+    assert "--job_name" not in said  # another name would be a second run for this output
     cloud.objects[record] = before[record]
     threading.Timer(0.5, go_on.set).start()
     assert mine(cloud) == 0

@@ -9,11 +9,13 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+from apache_beam.coders import FastPrimitivesCoder
 
 from pipelines import estimate as estimate_module
-from pipelines.estimate import Estimate, estimate, table
+from pipelines.estimate import COSTS, Estimate, estimate, table
 from pipelines.hashing import hash_file
 from pipelines.input_sample import ASSUMED_RATIO, sample_inputs
+from pipelines.mine import Answer, Keys
 from pipelines.plan import Plan, make_plan
 from pipelines.recipe import load_recipe
 from tests.pipelines.mining import run
@@ -114,7 +116,22 @@ def test_shuffle_bytes(plan: Plan) -> None:
         update={"run": plan.recipe.run.model_copy(update={"exchange": "shuffle"})}
     )
     through = estimate(plan.model_copy(update={"recipe": recipe}))
-    assert through.shuffle_bytes - found.shuffle_bytes == pytest.approx(8.4 * found.keys, abs=1)
+    paths = 4 * plan.ranges * (COSTS.reference_bytes - COSTS.block_bytes)
+    more = through.shuffle_bytes - found.shuffle_bytes
+    assert more == pytest.approx(8.4 * found.keys - paths, abs=1)
+
+
+def test_what_is_shuffled_has_the_size_that_the_estimate_takes() -> None:
+    coder = FastPrimitivesCoder()
+    path = f"/data/crawl/mined/.staging/keys/{'0' * 32}.keys"
+
+    def size(*element: object) -> int:
+        return len(coder.encode(element))
+
+    assert COSTS.reference_bytes == pytest.approx(size((0, 5), tuple(Keys(777, path))), rel=0.1)
+    assert COSTS.block_bytes == pytest.approx(size((0, 5), tuple(Keys(777))), rel=0.1)
+    answer = Answer(5, 777, "", "", 1000)
+    assert COSTS.answer_bytes == pytest.approx(size(777, tuple(answer)), rel=0.1)
 
 
 def test_a_disk_that_is_too_small_is_named(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:

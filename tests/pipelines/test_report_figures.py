@@ -18,6 +18,7 @@ from pipelines.report_figures import (
     _binned,
     look_at_shards,
 )
+from pipelines.report_sections import coverage
 from tests.pipelines.report_crawl import page, write_crawl
 
 PAGES = [
@@ -91,6 +92,17 @@ def test_a_large_crawl_is_sampled_by_row_groups_and_scaled(tmp_path: Path) -> No
     assert sum(count for _, count in figures.hosts) == pytest.approx(640, abs=4)
     again = look_at_shards(manifest, str(tmp_path), sample_languages=["sw"], pages=128)
     assert again == figures
+    of_all = "130 of 640 pages (20.3 %), chosen by whole row groups within each language and bucket"
+    assert coverage(figures) == f"Estimated from {of_all}."
+    (tmp_path / next(part.path for part in manifest.outputs if part.language == "sw")).unlink()
+    without = look_at_shards(manifest, str(tmp_path), sample_languages=["sw"], pages=128)
+    # Hosts are scaled to all pages but those of the lost shard, and so is what they are a share of.
+    assert without.pages_known == 600
+    assert sum(count for _, count in without.hosts) == pytest.approx(600, abs=4)
+    assert coverage(without) == (
+        f"Estimated from {of_all.replace('130', '120').replace('20.3', '18.8')}; "
+        "1 Parquet file could not be read."
+    )
 
 
 def test_missing_and_foreign_shards_are_left_out_and_named(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
-from scripts.cli import main
+from pipelines.staging import DROPS_SCHEMA, write_drops
+from scripts.cli import EXIT_USER_ERROR, main
 from tests.pipelines.report_crawl import page, write_crawl
 
 pytest.importorskip("vl_convert", reason="the report needs the extra 'report'")
@@ -69,3 +71,15 @@ def test_mistakes(mistake: str, place: Path, capsys: pytest.CaptureFixture[str])
     for part in expected:
         assert part in err
     assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file()} == before
+
+
+def test_a_sample_of_a_list_of_drops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "drops.parquet")
+    empty = dict.fromkeys(DROPS_SCHEMA.names)
+    drops = [empty | {"url": f"http://{n}", "language": ("bn", "sw")[n % 2]} for n in range(6)]
+    write_drops(drops, path)
+    assert main(["inspect", path, "--sample", "language=sw", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert rows == drops[1::2]
+    assert main(["inspect", path, "--sample", "bucket=head"]) == EXIT_USER_ERROR
+    assert "has no column 'bucket'" in capsys.readouterr().err
