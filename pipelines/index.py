@@ -46,6 +46,14 @@ def check_index(recipe: MineRecipe) -> None:
         )
 
 
+def index_keys(folder: str | None) -> int:
+    """How many keys the index at `folder` lists, which `check_index` has seen; 0 without one."""
+    if folder is None:
+        return 0
+    listed = json.loads(files.read_bytes(files.join(folder, INDEX_FILE)))["ranges"]
+    return sum(int(entry["keys"]) for entry in listed)
+
+
 def _place(folder: str) -> str:
     if files.is_local(folder):
         return str(files.local_path(folder).resolve())

@@ -26,7 +26,7 @@ from models.tokenizer import load_tokenizer
 from pipelines.buckets import Cutoffs, read_cutoffs
 from pipelines.crawl import CrawlManifest, shard_ranges
 from pipelines.dedup import MAX_RANGES
-from pipelines.index import check_index, index_xxh3
+from pipelines.index import check_index, index_keys, index_xxh3
 from pipelines.recipe import CUTOFFS_OF_RUN, MineRecipe
 
 FORMAT = 2
@@ -123,7 +123,6 @@ def make_plan(recipe: MineRecipe) -> Plan:
     if not recipe.output.directory:
         raise UserError("no output folder: set output.directory, or give --output DIR")
     inputs = _inputs(recipe)
-    stored_bytes = sum(file.bytes for file in inputs)
     check_index(recipe)
     identifier = load_registry().find(recipe.language.model)
     produced = LanguageIdentifier(os.fspath(identifier)).languages()
@@ -135,7 +134,7 @@ def make_plan(recipe: MineRecipe) -> Plan:
         language_models=_language_models(recipe),
         cutoffs=_cutoffs(recipe),
         index_in_xxh3=index_xxh3(recipe.dedup.index_in),
-        ranges=recipe.dedup.ranges or _ranges(stored_bytes),
+        ranges=recipe.dedup.ranges or _ranges(_keys_to_judge(recipe, inputs)),
         staging=recipe.staging_directory(),
     )
 
@@ -275,8 +274,9 @@ def _language_models(recipe: MineRecipe) -> dict[str, LanguageModel]:
         check_model(pair.model)
     return {
         language: LanguageModel(
-            tokenizer=_model_file(os.fspath(pair.tokenizer)),
-            ngram=_model_file(os.fspath(pair.model)),
+            # Where links lead: a folder of links to fetched models may be made anew meanwhile.
+            tokenizer=_model_file(os.path.realpath(pair.tokenizer), pair.tokenizer.name),
+            ngram=_model_file(os.path.realpath(pair.model), pair.model.name),
         )
         for language, pair in sorted(found.items())
     }
@@ -289,9 +289,16 @@ def _cutoffs(recipe: MineRecipe) -> dict[str, tuple[float, float]] | None:
     return dict(cutoffs)
 
 
-def _ranges(stored_bytes: int) -> int:
-    wanted = stored_bytes * KEYS_PER_STORED_BYTE / _KEYS_PER_RANGE
+def _keys_to_judge(recipe: MineRecipe, inputs: Sequence[InputFile]) -> float:
+    """About how many keys meet in the largest dedup group, with those of earlier crawls."""
+    stored_bytes: Counter[int] = Counter()
+    for file in inputs:
+        stored_bytes[file.group] += file.bytes
+    return max(stored_bytes.values()) * KEYS_PER_STORED_BYTE + index_keys(recipe.dedup.index_in)
+
+
+def _ranges(keys: float) -> int:
     ranges = 1
-    while ranges < wanted and ranges < MAX_RANGES:
+    while ranges * _KEYS_PER_RANGE < keys and ranges < MAX_RANGES:
         ranges *= 2
     return ranges

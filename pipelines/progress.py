@@ -32,7 +32,6 @@ _RATE_WINDOW_S = 120.0
 _MTIME_DOUBT_NS = 1_000_000_000
 """A folder that changed so shortly before it was listed may have changed again since."""
 _COLUMNS = 80
-_READS_AT_ONCE = 16
 
 
 @contextlib.contextmanager
@@ -237,7 +236,7 @@ class _Reporter:
         if files.is_local(self._plan.staging):
             found = [timings.read_figures(path) for path in paths]
         else:
-            with ThreadPoolExecutor(_READS_AT_ONCE) as pool:
+            with ThreadPoolExecutor(timings.READS_AT_ONCE) as pool:
                 found = list(pool.map(timings.read_figures, paths))
         for (number, _), figures in zip(fresh, found, strict=True):
             yield number, figures or {}

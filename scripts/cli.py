@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from models.errors import Fault, UserError
 
 if TYPE_CHECKING:
+    from pipelines.plan import Plan
     from pipelines.recipe import MineRecipe
 
 EXIT_FAULT = 1
@@ -81,7 +82,7 @@ def _dry_run(recipe: MineRecipe, arguments: argparse.Namespace) -> int:
     plan = make_plan(recipe)
     if not arguments.restart and is_done(plan):
         print("already finished: the run would have nothing to do", file=sys.stderr)
-    found = estimate(plan)
+    found = estimate(_as_run(plan, arguments.beam))
     settings = recipe.model_dump(mode="json")
     if arguments.json:
         plan_json, estimate_json = plan.model_dump(mode="json"), found.model_dump(mode="json")
@@ -91,6 +92,18 @@ def _dry_run(recipe: MineRecipe, arguments: argparse.Namespace) -> int:
     print(f"language models: {', '.join(plan.language_models) or 'none'}")
     print(table(found))
     return 0
+
+
+def _as_run(plan: Plan, beam: list[str]) -> Plan:
+    """The plan with the exchange that the runner behind -- gets; refuses what Beam refuses."""
+    if not beam:
+        return plan
+    from pipelines.engine import exchange_of, make_pipeline
+
+    run = plan.recipe.run
+    pipeline = make_pipeline(run.workers, beam)
+    run = run.model_copy(update={"exchange": exchange_of(pipeline, plan)})
+    return plan.model_copy(update={"recipe": plan.recipe.model_copy(update={"run": run})})
 
 
 def crawl(arguments: argparse.Namespace) -> int:

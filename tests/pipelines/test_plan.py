@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from models.errors import UserError
-from pipelines.plan import _inputs, _names, _ranges, make_plan, read_plan
+from pipelines.plan import (
+    KEYS_PER_STORED_BYTE,
+    InputFile,
+    _inputs,
+    _keys_to_judge,
+    _names,
+    _ranges,
+    make_plan,
+    read_plan,
+)
 from pipelines.recipe import load_recipe
 from tests.misbehaving_server import Reply, misbehaving_server
 from tests.pipelines.wet_files import Page, write_wet
@@ -32,7 +41,19 @@ def test_names_tell_inputs_apart(urls: list[str], names: list[str]) -> None:
 
 
 def test_ranges_grow_with_the_input() -> None:
-    assert [_ranges(size) for size in (0, 10**8, 10**9, 10**12)] == [1, 1, 8, 4096]
+    assert [_ranges(keys) for keys in (0, 4_000_000, 4_000_001, 3e7, 3e10)] == [1, 1, 2, 8, 4096]
+
+
+def test_ranges_are_for_the_largest_group_and_the_index(tmp_path: Path) -> None:
+    inputs = [
+        InputFile(index=i, name=f"{i}", url=f"{i}", bytes=10**9, shard=i, group=group)
+        for i, group in enumerate([0, 1, 1, 2])
+    ]
+    alone = load_recipe("default", [])
+    assert _keys_to_judge(alone, inputs) == pytest.approx(2e9 * KEYS_PER_STORED_BYTE)
+    (tmp_path / "index.json").write_text('{"ranges": [{"keys": 5000000}, {"keys": 7}]}')
+    later = load_recipe("default", [f"dedup.index_in={tmp_path}"])
+    assert _keys_to_judge(later, inputs) == pytest.approx(2e9 * KEYS_PER_STORED_BYTE + 5_000_007)
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,14 @@ def test_dry_run_writes_nothing(place: Path, capfd: pytest.CaptureFixture[str]) 
     assert [file["name"] for file in shown["plan"]["inputs"]] == ["good.warc.wet.gz"]
     assert shown["recipe"]["dedup"]["common_pages"] == 100
     assert shown["estimate"]["stored_bytes"] == (place / "good.warc.wet.gz").stat().st_size
+    portable = ["--", "--runner=PortableRunner", "--job_endpoint=localhost:1"]
+    assert main([*GOOD, "--dry-run", "--json", *portable]) == 0
+    elsewhere = json.loads(capfd.readouterr().out)
+    assert elsewhere["recipe"]["run"]["exchange"] == "auto"
+    # There, the keys go through the shuffle.
+    assert elsewhere["estimate"]["shuffle_bytes"] > shown["estimate"]["shuffle_bytes"]
+    assert main([*GOOD, "--dry-run", "--", "--runner=Nobody"]) == 2
+    assert "unknown runner 'Nobody'" in capfd.readouterr().err
     assert listing(place) == before
 
 
