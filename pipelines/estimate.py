@@ -29,28 +29,29 @@ _SHARED = "language models"  # mapped: one copy for all workers of a machine
 
 
 class Costs(NamedTuple):
-    """Measured on MACHINE: varied wet_docs, 0.1 and 0.5 GB, recipe `default`, 14 small models.
+    """Measured on MACHINE, otherwise idle: varied wet_docs, 0.5 GB, recipe `default`, one worker,
+    14 small models.
 
-    The machine was busy with other work, so the seconds are an upper bound. The clean pass was
-    measured as a whole; how it divides into its three parts was not, nor were the shuffle's
-    figures for Common Crawl: a report grows with the languages and the scored ones among them.
+    The clean pass was measured as a whole; it is divided as `scripts/bench_mine.py` finds its
+    kernels. Not measured are the shuffle's figures for Common Crawl: a report grows with the
+    languages and the scored ones among them.
     """
 
-    hash_s_per_gb: float = 67.0
+    hash_s_per_gb: float = 49.0
     """CPU seconds for each 1e9 bytes of WET; `clean`: without language work."""
-    judge_s_per_million_keys: float = 0.12
-    clean_s_per_gb: float = 58.0
-    language_s_per_kept_gb: float = 195.0
-    score_s_per_scored_gb: float = 290.0
-    regroup_s_per_kept_gb: float = 30.0
-    start_s_per_process: float = 4.6
+    judge_s_per_million_keys: float = 0.14
+    clean_s_per_gb: float = 33.0
+    language_s_per_kept_gb: float = 36.0
+    score_s_per_scored_gb: float = 326.0
+    regroup_s_per_kept_gb: float = 29.0
+    start_s_per_process: float = 4.2
     probe_s: float = 0.0055
     """The fixed piece of text, see `machine_factor`."""
     keys_per_paragraph: float = 0.6
     """Keys of a file that differ, for each of its paragraphs."""
     kept_share: float = 0.6
     """Text behind dedup and filters, for each byte of WET."""
-    stored_per_kept_byte: float = 0.38
+    stored_per_kept_byte: float = 0.36
     """Parquet with zstd-3; the staging files have zstd-1."""
     staged_per_kept_byte: float = 0.42
     report_bytes: int = 18_400
