@@ -293,14 +293,15 @@ def execute(words: Sequence[str | Path], log: Path, environment: Mapping[str, st
         lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
         raise RunFailed(f"exit {process.returncode}: {last[:200]} ({log})")
-    return Usage(used.ru_utime + used.ru_stime, max(used.ru_maxrss * 1024, *peaks))
+    return Usage(used.ru_utime + used.ru_stime, max(peaks))
 
 
 def _watch_peak(pid: int, ended: threading.Event, peaks: list[int]) -> None:
-    """Append the peak of a process, again and again: the one that it ends with can be lower.
+    """Append the peak of a process, again and again.
 
-    Linux does not count pages into it that were given back in some ways (seen: 494 MB and later
-    375 MB of one run).
+    What `os.wait4` gives counts this process too, whose memory the other has until its program
+    begins, and the peak that a program ends with can be lower than one before: Linux forgets
+    pages that were given back in some ways (seen: 494 MB and later 375 MB of one run).
     """
     while not ended.wait(_WATCH_S):
         with contextlib.suppress(OSError):

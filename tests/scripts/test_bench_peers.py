@@ -79,7 +79,8 @@ def test_pages_and_paragraphs_with_text_are_counted(tmp_path: Path) -> None:
 def test_children_are_in_the_cpu_time_and_the_peak_is_seen(tmp_path: Path) -> None:
     spin = "import time\nwhile time.process_time() < 0.5: pass"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {spin!r}]); x = b'x' "
-    usage = execute([sys.executable, "-c", parent + "* (200 << 20)"], tmp_path / "log", os.environ)
+    end = "* (200 << 20); import time; time.sleep(0.3)"
+    usage = execute([sys.executable, "-c", parent + end], tmp_path / "log", os.environ)
     assert 0.5 <= usage.cpu_s < 5
     assert 200 * _MIB < usage.peak_rss_bytes < 400 * _MIB
 
