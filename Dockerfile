@@ -16,12 +16,17 @@ COPY training training
 COPY scripts scripts
 COPY data_manifests data_manifests
 RUN pip wheel --no-cache-dir --constraint constraints.txt --wheel-dir /wheels '.[dataflow]'
+# lmplz and build_binary, so that the image can also train language models.
+# hadolint ignore=DL3013
+RUN pip install --no-cache-dir --no-index --find-links=/wheels gristmill \
+    && GRISTMILL_CACHE=/gristmill-cache gristmill models build-kenlm
 
 FROM python:3.11.14-slim-trixie
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends libstdc++6 libgomp1 \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=apache/beam_python3.11_sdk:2.77.0 /opt/apache/beam /opt/apache/beam
+COPY --from=build /gristmill-cache /opt/gristmill-cache
 # Into the image's own Python, not a virtual environment: Beam's boot program makes one that sees
 # the packages of the image's Python only.
 # No version: /wheels holds one of each, chosen by constraints.txt.
