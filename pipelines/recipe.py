@@ -7,28 +7,17 @@ the output goes and how many processes work on it is not.
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
-import tomllib
 from fractions import Fraction
-from importlib import resources
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import pydantic
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, field_validator, model_validator
 
 from models import files
-from models.errors import UserError
 from models.languages import check_codes
+from pipelines import recipe_file
+from pipelines.recipe_file import Section, Texts
 
 MAX_COMMON_PAGES = 65_535
 """Page counts are kept in 16 bits."""
@@ -36,28 +25,7 @@ CUTOFFS_OF_RUN = "run"
 MIB = 1 << 20
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_bool_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        if (
-            isinstance(value, bool)
-            and cls.model_fields[str(info.field_name)].annotation is not bool
-        ):
-            raise ValueError(f"{info.field_name} = '{str(value).lower()}' is not true or false")
-        return value
-
-
-def _as_tuple(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
-
-
-Texts = Annotated[tuple[str, ...], pydantic.BeforeValidator(_as_tuple)]
-
-
-class Input(_Section):
+class Input(Section):
     """Which WET files, and how they are grouped."""
 
     paths: Texts = Field(
@@ -90,7 +58,7 @@ class Input(_Section):
         return int(Fraction(self.max_failed_shards[:-1]) * inputs / 100)
 
 
-class Output(_Section):
+class Output(Section):
     """Where the Parquet shards go, and how large they are."""
 
     directory: str = Field("", description="folder or fsspec URL of the mined crawl")
@@ -99,7 +67,7 @@ class Output(_Section):
     drops: bool = Field(False, description="write drops.parquet: each dropped page, its reason")
 
 
-class Pages(_Section):
+class Pages(Section):
     """From a record to a page that enters the pipeline."""
 
     profile: Literal["default", "ccnet"] = Field(
@@ -112,13 +80,13 @@ class Pages(_Section):
     )
 
 
-class Paragraphs(_Section):
+class Paragraphs(Section):
     """What makes two paragraphs the same."""
 
     profile: Literal["unicode", "ccnet"] = Field("unicode", description="key normalisation")
 
 
-class Dedup(_Section):
+class Dedup(Section):
     """Which copies of a paragraph stay."""
 
     scope: Literal["crawl", "window", "shard"] = Field(
@@ -159,7 +127,7 @@ class Dedup(_Section):
         return self
 
 
-class Language(_Section):
+class Language(Section):
     """Language identification."""
 
     model: str = Field("lid.176.ftz", description="registered name, or a path")
@@ -180,7 +148,7 @@ class Language(_Section):
         return self
 
 
-class Quality(_Section):
+class Quality(Section):
     """Perplexity, and the buckets head, middle and tail."""
 
     models: str | None = Field(
@@ -206,7 +174,7 @@ class Quality(_Section):
         return self
 
 
-class Run(_Section):
+class Run(Section):
     """How the work is done: nothing here changes an output byte."""
 
     workers: int = Field(1, ge=1, description="local processes")
@@ -220,7 +188,7 @@ class Run(_Section):
     )
 
 
-class MineRecipe(_Section):
+class MineRecipe(Section):
     """Everything `gristmill mine` needs to know."""
 
     name: str = Field("mine", pattern=r"^[\w.-]+$", description="name of the recipe")
@@ -274,12 +242,7 @@ class MineRecipe(_Section):
 
 def shipped_recipes() -> list[str]:
     """Names of the mining recipes that come with Gristmill."""
-    folder = resources.files("data_manifests")
-    return sorted(
-        item.name.removesuffix(".toml")
-        for item in folder.iterdir()
-        if item.name.endswith(".toml") and item.name != "models.toml"
-    )
+    return recipe_file.shipped("mine")
 
 
 def load_recipe(name_or_path: str, overrides: list[str] | None = None) -> MineRecipe:
@@ -287,86 +250,4 @@ def load_recipe(name_or_path: str, overrides: list[str] | None = None) -> MineRe
 
     Raises UserError with one line: the field, the value, what is valid.
     """
-    tree = _read_tree(name_or_path, seen=())
-    for override in overrides or []:
-        _apply_override(tree, override)
-    try:
-        return MineRecipe.model_validate(tree)
-    except pydantic.ValidationError as error:
-        raise UserError(f"recipe '{name_or_path}': {_one_line(error)}") from None
-
-
-def _read_tree(name_or_path: str, seen: tuple[str, ...]) -> dict[str, Any]:
-    if name_or_path in seen:
-        raise UserError(f"recipe '{name_or_path}' extends itself: remove its 'extends' line")
-    path = Path(name_or_path)
-    if path.suffix == ".toml" and path.is_file():
-        text = path.read_bytes()
-    elif name_or_path in shipped_recipes():
-        text = resources.files("data_manifests").joinpath(f"{name_or_path}.toml").read_bytes()
-    else:
-        by = f"recipe '{seen[-1]}' extends '{name_or_path}', but there is " if seen else ""
-        raise UserError(
-            f"{by}no recipe '{name_or_path}': give the path of a .toml file, "
-            f"or one of {', '.join(map(repr, shipped_recipes()))}"
-        )
-    try:
-        tree = tomllib.loads(text.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"recipe '{name_or_path}' is not valid TOML: {error}") from None
-    base = tree.pop("extends", None)
-    if base is None:
-        return tree
-    if not isinstance(base, str):
-        raise UserError(f"recipe '{name_or_path}': extends = '{base}' must be one recipe's name")
-    beside = path.parent / base
-    if base not in shipped_recipes() and beside.is_file():
-        base = str(beside)
-    return _merge(_read_tree(base, (*seen, name_or_path)), tree)
-
-
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
-        old = merged.get(key)
-        both = isinstance(old, dict) and isinstance(value, dict)
-        merged[key] = _merge(old, value) if both and old is not None else value
-    return merged
-
-
-def _apply_override(tree: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not key.strip():
-        raise UserError(f"--set '{override}' is not of the form section.field=value")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text  # a bare word or path is text
-    *sections, field = key.strip().split(".")
-    for section in sections:
-        tree = tree.setdefault(section, {})
-        if not isinstance(tree, dict):
-            raise UserError(f"--set '{override}': '{section}' is a value, not a section")
-    tree[field] = value
-
-
-def _one_line(error: pydantic.ValidationError) -> str:
-    first = error.errors(include_url=False)[0]
-    place = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        valid = _fields_at(first["loc"][:-1])
-        close = difflib.get_close_matches(str(first["loc"][-1]), valid, n=1)
-        hint = f"did you mean '{close[0]}'? " if close else ""
-        return f"unknown key '{place}': {hint}valid here: {', '.join(valid)}"
-    if first["type"] == "value_error":
-        return str(first["msg"]).removeprefix("Value error, ")
-    return f"{place} = '{first['input']}' is not valid: {first['msg']}"
-
-
-def _fields_at(location: tuple[int | str, ...]) -> list[str]:
-    model: type[BaseModel] = MineRecipe
-    for part in location:
-        annotation = model.model_fields[str(part)].annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            model = annotation
-    return sorted(model.model_fields)
+    return recipe_file.load(MineRecipe, "mine", name_or_path, overrides or [])

@@ -1,0 +1,1 @@
+"""Evaluation: held-out loss by domain, and fine-tuning on labelled tasks."""
