@@ -31,7 +31,7 @@ from models.errors import UserError
 from models.files import is_local, local_path, sha256_file
 from models.languages import parse_label
 from models.lm_text import LmProfile, normalise_page_for_lm
-from models.tokenizer import NORMALIZATION_RULES, load_tokenizer
+from models.sentencepiece_lm import NORMALIZATION_RULES, load_sentencepiece
 
 MODEL_SUFFIX = ".arpa.bin"
 TOKENIZER_SUFFIX = ".sp.model"
@@ -184,7 +184,7 @@ def check_model(path: str | os.PathLike[str]) -> None:
 def _load(tokenizer_path: str, lm_path: str) -> tuple[Any, Any]:
     import kenlm  # noqa: PLC0415  (mining without a language model does not load it)
 
-    tokenizer = load_tokenizer(tokenizer_path)
+    tokenizer = load_sentencepiece(tokenizer_path)
     if not Path(lm_path).is_file():
         raise UserError(
             f"there is no language model at '{lm_path}'; get one with: gristmill models fetch, "

@@ -1,6 +1,6 @@
 """Training of n-gram language models (KenLM) over SentencePiece pieces.
 
-Paragraphs are normalised and deduplicated (`models/tokenizer.py`), written as pieces to a
+Paragraphs are normalised and deduplicated (`models/sentencepiece_lm.py`), written as pieces to a
 temporary file, counted by `lmplz` (modified Kneser-Ney, Heafield et al. 2013) and made into a
 mappable file by `build_binary`. Beside `xx.arpa.bin` stands `xx.lm.json`, which says how the
 model was made.
@@ -24,11 +24,11 @@ from models.errors import Fault, UserError
 from models.files import atomic_path, sha256_file, size_bytes, write_atomic
 from models.lm_text import LmProfile
 from models.ngram import MODEL_SUFFIX, SIDECAR_SUFFIX
-from models.tokenizer import (
+from models.sentencepiece_lm import (
     MIN_PARAGRAPH_CHARS,
     NORMALIZATION_RULES,
     TrainingParagraphs,
-    load_tokenizer,
+    load_sentencepiece,
 )
 
 # KENLM_MAX_ORDER of the build, of the programs and of the Python package alike.
@@ -64,7 +64,7 @@ def train_ngram(
     _check_settings(output, order, profile, memory, structure)
     lmplz = kenlm_tools.tool_path("lmplz")
     build_binary = kenlm_tools.tool_path("build_binary")
-    tokenizer = load_tokenizer(tokenizer_path)
+    tokenizer = load_sentencepiece(tokenizer_path)
     paragraphs = TrainingParagraphs(lines, profile, min_chars)
     with tempfile.TemporaryDirectory(prefix="gristmill-lm-", dir=temporary_dir) as scratch:
         pieces, arpa = Path(scratch) / "pieces.txt", Path(scratch) / "model.arpa"

@@ -22,7 +22,7 @@ from models.languages import check_codes
 from models.ngram import check_model, find_language_models
 from models.registry import load_registry
 from models.remote_models import fetch_folder, local_model
-from models.tokenizer import load_tokenizer
+from models.sentencepiece_lm import load_sentencepiece
 from pipelines.buckets import Cutoffs, read_cutoffs
 from pipelines.crawl import CrawlManifest, shard_ranges
 from pipelines.dedup import MAX_RANGES
@@ -270,7 +270,7 @@ def _language_models(recipe: MineRecipe) -> dict[str, LanguageModel]:
             "LANGUAGE.arpa.bin (gristmill models train-ngram, or models fetch)"
         )
     for pair in found.values():
-        load_tokenizer(pair.tokenizer)
+        load_sentencepiece(pair.tokenizer)
         check_model(pair.model)
     return {
         language: LanguageModel(

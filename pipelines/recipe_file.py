@@ -63,13 +63,22 @@ def load(model: type[Recipe], stage: Stage, name_or_path: str, overrides: Sequen
 
     Raises UserError with one line: the field, the value, what is valid.
     """
-    tree = _read_tree(stage, name_or_path, seen=())
+    return validated(model, _read_tree(stage, name_or_path, seen=()), name_or_path, overrides)
+
+
+def validated(
+    model: type[Recipe], tree: dict[str, Any], name: str, overrides: Sequence[str]
+) -> Recipe:
+    """The recipe that `tree` (settings by section) holds, with `a.b=value` overrides.
+
+    Changes `tree`. Raises UserError with one line, under the recipe's `name`.
+    """
     for override in overrides:
         _apply_override(tree, override)
     try:
         return model.model_validate(tree)
     except pydantic.ValidationError as error:
-        raise UserError(f"recipe '{name_or_path}': {_one_line(error, model)}") from None
+        raise UserError(f"recipe '{name}': {_one_line(error, model)}") from None
 
 
 def _folder(stage: Stage) -> Traversable:

@@ -16,7 +16,7 @@ from fastwarc.warc import ArchiveIterator, WarcRecordType
 
 from models.language_id import LanguageIdentifier
 from models.lm_text import LmProfile, normalise_page_for_lm
-from models.tokenizer import load_tokenizer
+from models.sentencepiece_lm import load_sentencepiece
 from pipelines.hashing import BATCH_CHARS
 from pipelines.pages import read_page
 from pipelines.paragraphs import paragraph_hashes
@@ -79,7 +79,7 @@ def measure_kernels(recipe: MineRecipe, mined: Path) -> tuple[int, dict[str, flo
         mine_texts = [t for t, code in zip(texts, languages, strict=True) if code == language]
         if not mine_texts:
             continue
-        tokenizer = load_tokenizer(pair.tokenizer.path)
+        tokenizer = load_sentencepiece(pair.tokenizer.path)
         ngram = kenlm.Model(pair.ngram.path)
         clean = timed("LM normalise", _normalise, mine_texts, recipe.quality.profile)
         paragraphs = [line for text in clean for line in text.split("\n") if line]

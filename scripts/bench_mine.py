@@ -30,7 +30,7 @@ from models.languages import check_codes
 from models.lm_text import LmProfile
 from models.ngram import MODEL_SUFFIX, TOKENIZER_SUFFIX
 from models.ngram_training import train_ngram
-from models.tokenizer import train_sentencepiece
+from models.sentencepiece_lm import train_sentencepiece
 from pipelines.recipe import load_recipe
 from pipelines.regroup import PAGES
 from pipelines.run import mine

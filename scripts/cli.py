@@ -148,6 +148,46 @@ def models(arguments: argparse.Namespace) -> int:
     return COMMANDS[arguments.action](arguments)
 
 
+def train(arguments: argparse.Namespace) -> int:
+    """Train a model on mined pages: tokenizer, examples, checkpoints, held-out losses, export.
+
+    RECIPE is a TOML file or the name of a shipped recipe. The same command goes on where a run
+    was stopped. Several machines: torchrun -m scripts.cli train ...
+
+    example: gristmill train albert-small --data out/mined --tokenizer out/tok --output out/run
+    """
+    from scripts.train_command import train as run_train
+
+    return run_train(arguments)
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    """Evaluate checkpoints: held-out loss by domain, or fine-tuning on a labelled task.
+
+    CHECKPOINT is an exported model or the folder of a finished run. TASK is 'held-out' (give the
+    mined crawls by --data), the name of a shipped task, or a TOML file.
+
+    example: gristmill evaluate out/run bn-ner --data ner --output out/bn-ner
+    """
+    from scripts.evaluate_command import evaluate as run_evaluate
+
+    with _stopped_by_signals():
+        return run_evaluate(arguments)
+
+
+def export(arguments: argparse.Namespace) -> int:
+    """Write a checkpoint as a model folder: config, safetensors, tokenizer, card.
+
+    RUN_OR_CHECKPOINT is the folder of `gristmill train` (its newest sound checkpoint is taken), or
+    one folder in its checkpoints/. Works for any strategy and number of ranks that saved it.
+
+    example: gristmill export out/model/checkpoints/step-00000500 --output out/step-500
+    """
+    from scripts.export_command import export as run_export
+
+    return run_export(arguments)
+
+
 def demo(arguments: argparse.Namespace) -> int:
     """The whole chain on the sample crawl that comes with Gristmill, in minutes.
 
@@ -230,10 +270,45 @@ def _parser() -> argparse.ArgumentParser:
     verb = _verb(verbs, models)
     _model_actions(verb)
 
+    verb = _verb(verbs, train)
+    _train_arguments(verb)
+
+    verb = _verb(verbs, evaluate)
+    verb.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT")
+    verb.add_argument("task", metavar="TASK")
+    verb.add_argument("--data", action="extend", nargs="+", metavar="PATH",
+                      help="held-out: mined crawls; a task: the folder of its files")  # fmt: skip
+    verb.add_argument("--set", action="append", default=[], metavar="SECTION.FIELD=VALUE",
+                      help="override one field of the recipe; may be repeated")  # fmt: skip
+    verb.add_argument("--output", metavar="DIR",
+                      help="folder of the results; runs in it are not repeated")  # fmt: skip
+    verb.add_argument("--no-random-baseline", action="store_true",
+                      help="leave out the randomly initialised models")  # fmt: skip
+    verb.add_argument("--json", action="store_true", help="for programs")
+
+    verb = _verb(verbs, export)
+    verb.add_argument("source", metavar="RUN_OR_CHECKPOINT")
+    verb.add_argument("--output", metavar="DIR", required=True, help="new folder of the model")
+    verb.add_argument("--json", action="store_true", help="print the files' SHA-256")
+
     verb = _verb(verbs, demo)
     verb.add_argument("directory", nargs="?", default="out/demo", metavar="DIR")
     verb.add_argument("--workers", type=_positive, metavar="N", help="local processes")
     return parser
+
+
+def _train_arguments(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("recipe", metavar="RECIPE")
+    verb.add_argument("--data", action="extend", nargs="+", metavar="MANIFEST",
+                      help="mined crawls; short for data.manifests")  # fmt: skip
+    verb.add_argument("--tokenizer", metavar="DIR", help="short for model.tokenizer")
+    verb.add_argument("--output", metavar="DIR", help="short for output.directory")
+    verb.add_argument("--set", action="append", default=[], metavar="SECTION.FIELD=VALUE",
+                      help="override one field of the recipe; may be repeated")  # fmt: skip
+    verb.add_argument("--processes", type=_positive, metavar="N", help="ranks on this machine (1)")
+    verb.add_argument("--restart", action="store_true", help="throw an earlier run's files away")
+    verb.add_argument("--dry-run", action="store_true", help="print the recipe and the plan only")
+    verb.add_argument("--json", action="store_true", help="print the summary, or the plan, as JSON")
 
 
 def _model_actions(verb: argparse.ArgumentParser) -> None:
@@ -246,18 +321,53 @@ def _model_actions(verb: argparse.ArgumentParser) -> None:
                         help="accept an unknown SHA-256 and remember it")  # fmt: skip
     actions.add_parser("verify", help="check the digest of every model that is here")
     actions.add_parser("build-kenlm", help="build lmplz and build_binary, once")
-    for name, what in (("train-tokenizer", "SentencePiece unigram"), ("train-ngram", "KenLM")):
+    for name, what in (("train-sentencepiece", "SentencePiece unigram"), ("train-ngram", "KenLM")):
         action = actions.add_parser(name, help=f"train a {what} model from plain text")
         action.add_argument("texts", nargs="+", metavar="TEXT", help="files, a paragraph a line")
         action.add_argument("--language", required=True, metavar="CODE")
         action.add_argument("--output", required=True, metavar="DIR")
         action.add_argument("--profile", choices=["unicode", "ccnet"], default="unicode",
                             help="text normalisation; the recipe's quality.profile")  # fmt: skip
-        if name == "train-tokenizer":
+        if name == "train-sentencepiece":
             action.add_argument("--vocab-size", default="auto", metavar="N",
                                 help="pieces, or 'auto': as many as the text allows")  # fmt: skip
         else:
             action.add_argument("--order", type=_positive, default=5, metavar="N")
+    _train_tokenizer_action(actions)
+
+
+def _train_tokenizer_action(actions: argparse._SubParsersAction) -> None:  # type: ignore[type-arg]
+    action = actions.add_parser(
+        "train-tokenizer",
+        help="train the tokenizer of the models to train, from mined crawls",
+        epilog="example: gristmill models train-tokenizer out/mined --languages bn "
+        "--profile bn-v2 --output out/tokenizer",
+    )
+    action.add_argument("manifests", nargs="+", metavar="MANIFEST",
+                        help="mined crawls: folders or manifest.json")  # fmt: skip
+    action.add_argument("--output", required=True, metavar="DIR")
+    action.add_argument("--vocab-size", default="32000", metavar="N",
+                        help="pieces (32000), or 'auto': as many of these as the text "
+                        "allows")  # fmt: skip
+    action.add_argument("--profile", default="default", metavar="P",
+                        help="normalisation: default, default-lower, bn, bn-v2")  # fmt: skip
+    action.add_argument("--by", nargs="+", choices=["language", "bucket", "source"],
+                        default=["language"],
+                        help="what tells domains apart (language)")  # fmt: skip
+    action.add_argument("--languages", nargs="+", default=[], metavar="CODE", help="these only")
+    action.add_argument("--weights", nargs="+", default=["smoothed"], metavar="W",
+                        help="shares of the domains: smoothed (to the root of the characters), "
+                        "proportional, uniform, a weights file, or DOMAIN=SHARE for "
+                        "each")  # fmt: skip
+    action.add_argument("--sample-chars", type=_positive, default=50_000_000, metavar="N",
+                        help="characters to train on, at most about (50000000)")  # fmt: skip
+    action.add_argument("--character-coverage", type=float, metavar="SHARE",
+                        help="of the text, by the alphabet; the rest is [UNK] (all, or 0.9995 "
+                        "where the characters are many)")  # fmt: skip
+    action.add_argument("--held-out", type=float, default=0.01, metavar="SHARE",
+                        help="pages left out, as data.held_out of the recipe (0.01)")  # fmt: skip
+    action.add_argument("--seed", type=_natural, default=0, metavar="N", help="of the sample (0)")
+    action.add_argument("--json", action="store_true", help="print the manifest as JSON")
 
 
 def _verb(verbs: argparse._SubParsersAction, function: Callable) -> argparse.ArgumentParser:  # type: ignore[type-arg]
@@ -286,6 +396,12 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of 1 or more")
     return number
+
+
+def _natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of 0 or more")
+    return int(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

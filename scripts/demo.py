@@ -9,7 +9,7 @@ from pathlib import Path
 from models.ngram import MODEL_SUFFIX, TOKENIZER_SUFFIX
 from models.ngram_training import train_ngram
 from models.registry import load_registry
-from models.tokenizer import train_sentencepiece
+from models.sentencepiece_lm import train_sentencepiece
 from pipelines.recipe import load_recipe
 from pipelines.report import funnel
 from pipelines.run import mine

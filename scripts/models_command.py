@@ -13,7 +13,7 @@ from models.languages import check_codes
 from models.ngram import MODEL_SUFFIX, TOKENIZER_SUFFIX
 from models.ngram_training import train_ngram
 from models.registry import load_registry
-from models.tokenizer import train_sentencepiece
+from models.sentencepiece_lm import train_sentencepiece
 from scripts.build_kenlm import build
 
 
@@ -71,7 +71,7 @@ def build_kenlm(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def train_tokenizer(arguments: argparse.Namespace) -> int:
+def train_sentencepiece_model(arguments: argparse.Namespace) -> int:
     """Train `{language}.sp.model` in the output folder; prints a report as JSON."""
     vocab_size = arguments.vocab_size
     if vocab_size != "auto":
@@ -89,14 +89,23 @@ def train_tokenizer(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def train_tokenizer(arguments: argparse.Namespace) -> int:
+    """Train a tokenizer from mined crawls; prints its fertility by language, or JSON."""
+    # Arrow and the training data are for this action alone.
+    from scripts.tokenizer_command import train_tokenizer as run  # noqa: PLC0415
+
+    return run(arguments)
+
+
 def train_ngram_model(arguments: argparse.Namespace) -> int:
     """Train `{language}.arpa.bin` beside its tokenizer; prints the sidecar as JSON."""
     (language,) = check_codes([arguments.language])
     tokenizer = Path(arguments.output) / f"{language}{TOKENIZER_SUFFIX}"
     if not tokenizer.is_file():
         raise UserError(
-            f"no tokenizer '{tokenizer}': train it first with: gristmill models train-tokenizer "
-            f"{' '.join(arguments.texts)} --language {language} --output {arguments.output}"
+            f"no tokenizer '{tokenizer}': train it first with: "
+            f"gristmill models train-sentencepiece {' '.join(arguments.texts)} "
+            f"--language {language} --output {arguments.output}"
         )
     texts = _files(arguments.texts)
     build()
@@ -130,6 +139,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "fetch": fetch,
     "verify": verify,
     "build-kenlm": build_kenlm,
+    "train-sentencepiece": train_sentencepiece_model,
     "train-tokenizer": train_tokenizer,
     "train-ngram": train_ngram_model,
 }

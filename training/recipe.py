@@ -7,7 +7,7 @@ goes, on how many devices and how the work is sharded does not belong to it.
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -56,6 +56,11 @@ class Data(Section):
         8, ge=1, description="shuffle buffer: pages of so many row groups of a domain are mixed"
     )
     readers: int = Field(0, ge=0, description="reader processes of each rank; 0: none of their own")
+    cache_bytes: int = Field(
+        1 << 30, ge=1, description="decoded row groups kept in memory by each rank, all its readers "
+        "together; all that are mixed at once (16 MiB x window_row_groups x domains, divided by "
+        "ranks) should fit, or they are read again and again"
+    )  # fmt: skip
 
 
 class Examples(Section):
@@ -79,7 +84,9 @@ class Model(Section):
     family: Literal["albert", "decoder"] = Field("albert", description="recipe of the network")
     size: Size = Field("small", description="albert: tiny, small, base, large; "
                        "decoder: tiny, small, 120m, 280m")  # fmt: skip
-    dropout: float = Field(0.0, ge=0, lt=1, description="hidden and attention dropout")
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="hidden and attention dropout; decoder: attention only"
+    )
     tokenizer: str = Field("", description="folder or tokenizer.json of `models train-tokenizer`")
     init: str | None = Field(
         None, description="folder of a transformers model to go on from; none: random"
@@ -121,27 +128,36 @@ class Batch(Section):
         return -(-self.tokens // sequence_length)
 
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class Optimiser(Section):
     """Steps of the weights."""
 
     name: Literal["adamw", "lamb"] = Field("adamw", description="LAMB: You et al. 2020")
     learning_rate: float = Field(1e-3, gt=0, description="at the end of the warm-up")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="decay of the two moments")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="decay of the two moments")
     epsilon: float = Field(1e-8, gt=0, description="added to the root of the second moment")
     weight_decay: float = Field(0.01, ge=0, description="not on biases and norms")
     max_gradient_norm: float | None = Field(1.0, gt=0, description="clipping; none: no clipping")
-    max_trust_weight_norm: float = Field(10.0, gt=0, description="LAMB: cap of a weight's norm")
+    max_trust_weight_norm: float = Field(
+        1e4, gt=0,
+        description="LAMB: cap of a weight's norm in its trust ratio; 1e4 caps no real weight, as "
+        "in the paper's code; a large embedding at 10 would learn at a quarter of the rate",
+    )  # fmt: skip
 
 
 class Schedule(Section):
     """Learning rate over the steps."""
 
     steps: int = Field(1000, ge=1, description="optimiser steps of the whole run")
-    warmup_steps: int = Field(100, ge=0, description="linear from 0")
+    warmup_steps: int = Field(100, ge=0, description="linear from 0 up to learning_rate")
     decay: Literal["linear", "cosine", "constant", "exponential"] = Field(
-        "linear", description="after the warm-up, down to final_ratio at the last step"
+        "linear", description="after the warm-up, down to final_ratio at the end of the run"
     )
-    final_ratio: float = Field(0.0, ge=0, le=1, description="last learning rate / highest one")
+    final_ratio: float = Field(
+        0.0, ge=0, le=1, description="learning rate at the end / highest one"
+    )
 
     @model_validator(mode="after")
     def _possible(self) -> Schedule:
@@ -216,7 +232,7 @@ class TrainRecipe(Section):
         return self.model_dump(
             mode="json",
             exclude={
-                "data": {"manifests", "readers"},
+                "data": {"manifests", "readers", "cache_bytes"},
                 "model": {"tokenizer", "init"},
                 "run": {"device", "strategy", "log_every", "tensorboard"},
                 "evaluation": True,

@@ -19,7 +19,7 @@ from models.errors import UserError
 from models.files import sha256_file
 from models.lm_text import normalise_for_lm
 from models.ngram import PageScorer, find_language_models
-from models.tokenizer import load_tokenizer
+from models.sentencepiece_lm import load_sentencepiece
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +39,7 @@ def _oracle(pair: tuple[Path, Path], page: str, min_chars: int) -> float:
     """The Unicode profile's perplexity in plain steps, or NaN."""
     import kenlm
 
-    tokenizer, model = load_tokenizer(pair[0]), kenlm.Model(str(pair[1]))
+    tokenizer, model = load_sentencepiece(pair[0]), kenlm.Model(str(pair[1]))
     total, tokens, chars = 0.0, 0, 0
     paragraphs = [normalise_for_lm(paragraph, "unicode") for paragraph in page.split("\n")]
     for paragraph in filter(None, paragraphs):

@@ -14,7 +14,7 @@ from models.errors import Fault, UserError
 from models.files import sha256_file
 from models.ngram import PageScorer, find_language_models
 from models.ngram_training import train_ngram
-from models.tokenizer import train_sentencepiece
+from models.sentencepiece_lm import train_sentencepiece
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,217 +1,325 @@
-"""Training text and SentencePiece training: golden pieces, same bytes, limits, errors."""
+"""The Unigram tokenizer: round trips, pieces against an oracle, folder, mistakes, same bytes."""
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import random
+import subprocess
+import sys
+import unicodedata
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
 
+from models import tokenizer as tok
 from models.errors import UserError
 from models.files import sha256_file
-from models.lm_text import normalise_for_lm
-from models.tokenizer import (
-    VOCABULARY_SIZES,
-    TrainingParagraphs,
-    _reservoir,
-    _sentences,
-    load_tokenizer,
-    train_sentencepiece,
-)
+from models.normalisers import normaliser, profile_of, profiles
 
-
-def _made_up_lines(count: int, words: int, seed: int = 1) -> list[str]:
-    """Lines of words that are drawn from `words` different ones, the frequent ones more often."""
-    draw = random.Random(seed)
-    vocabulary = [
-        "".join(draw.choice("aeioubdgklmnprst") for _ in range(draw.randint(3, 9)))
-        for _ in range(words)
-    ]
-    weights = [1 / (rank + 1) for rank in range(words)]
-    return [" ".join(draw.choices(vocabulary, weights, k=12)) for _ in range(count)]
+PROSE = [
+    "the mill grinds the grain, and the river turns the wheel of the mill",
+    "a miller carries 12 sacks of flour to the market; the market is far",
+    "grain, flour and bread: the miller's day begins before the morning",
+    "দুঃখের দিনে নদীর ধারে বসে আছি। নদীর জল বয়ে যায়, দিন যায়।",
+    "ภาษาไทยไม่มีช่องว่างระหว่างคำ ภาษาไทยสวย",
+    "我们在河边磨面。河水转动磨轮,我们吃面包。",
+]
 
 
 @pytest.fixture(scope="module")
-def lines() -> list[str]:
-    return _made_up_lines(400, 300)
+def small() -> Tokenizer:
+    return tok.train_tokenizer(PROSE * 5, vocab_size=300, at_most=True, character_coverage=1.0)
 
 
-def _pieces(path: Path) -> list[tuple[str, float]]:
-    tokenizer = load_tokenizer(path)
-    ids = range(tokenizer.get_piece_size())
-    return [(tokenizer.id_to_piece(i), tokenizer.get_score(i)) for i in ids]
+@pytest.fixture(scope="module")
+def folder(small: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("tokenizer") / "t"
+    tok.save_tokenizer(small, place, {"sources": ["abc"]})
+    return place
 
 
-def test_the_golden_pieces_and_scores(golden_dir: Path, tmp_path: Path) -> None:
-    golden = golden_dir / "ccnet_golden_model"
-    corpus = (golden / "corpus.txt").read_text(encoding="utf-8").splitlines()
-    output = tmp_path / "en.sp.model"
-    train_sentencepiece(corpus, output, profile="ccnet", vocab_size=90, min_chars=1)
-    assert _pieces(output) == _pieces(golden / "en.sp.model")
+def _wiki(data_dir: Path, language: str) -> list[str]:
+    text = (data_dir / "wiki" / f"{language}.txt").read_text(encoding="utf-8")
+    return [line for line in text[:60_000].split("\n") if line.strip()]
 
 
-def test_the_same_lines_give_the_same_bytes(lines: list[str], tmp_path: Path) -> None:
-    reports = []
-    for name in ("a.sp.model", "b.sp.model"):
-        reports.append(train_sentencepiece(lines, tmp_path / name, vocab_size=200))
-    assert (tmp_path / "a.sp.model").read_bytes() == (tmp_path / "b.sp.model").read_bytes()
-    assert reports[0] == reports[1]
-    assert reports[0]["sha256"] == sha256_file(tmp_path / "a.sp.model")
-    assert reports[0]["vocab_size"] == len(_pieces(tmp_path / "a.sp.model")) == 200
+def _marks(text: str) -> Counter[str]:
+    return Counter(c for c in text if unicodedata.category(c)[0] == "M" or c in "\u200c\u200d")
 
 
-def test_the_seed_draws_the_sentences(lines: list[str], tmp_path: Path) -> None:
-    def train(name: str, seed: int) -> tuple[bytes, dict[str, Any]]:
-        path = tmp_path / name
-        report = train_sentencepiece(lines, path, vocab_size=100, max_sentences=150, seed=seed)
-        return path.read_bytes(), report
+@pytest.mark.parametrize("language", ["bn", "hi", "th", "ar"])
+def test_real_text_comes_back_with_all_its_marks(data_dir: Path, language: str) -> None:
+    lines = _wiki(data_dir, language)
+    trained = tok.train_tokenizer(lines, vocab_size=1500)
+    normalise = normaliser("default").normalize_str
+    marks = 0
+    for line in lines:
+        encoding = trained.encode(line)
+        assert tok.UNK_ID not in encoding.ids
+        decoded = trained.decode(encoding.ids, skip_special_tokens=True)
+        assert decoded == normalise(line)
+        assert _marks(decoded) == _marks(unicodedata.normalize("NFKC", line)), line
+        marks += _marks(decoded).total()
+    assert marks > 300
 
-    (one, report), (same, _), (other, _) = train("a", 7), train("b", 7), train("c", 8)
-    assert one == same != other
-    assert (report["paragraphs_trained_on"], report["paragraphs"]["kept"]) == (150, 400)
+
+def test_bengali_comes_back_in_bn_v2(data_dir: Path) -> None:
+    lines = _wiki(data_dir, "bn")
+    trained = tok.train_tokenizer(lines, profile="bn-v2", vocab_size=2000)
+    for line in lines:
+        decoded = trained.decode(trained.encode(line).ids, skip_special_tokens=True)
+        assert decoded == normaliser("bn-v2").normalize_str(line)
+    spellings = ["ব\u09be\u09a1\u09bc\u09bf", "ব\u09be\u09dc\u09bf"]
+    assert trained.encode(spellings[0]).ids == trained.encode(spellings[1]).ids
+    assert tok.UNK_ID not in trained.encode(spellings[0]).ids
 
 
-def test_auto_takes_the_largest_vocabulary_that_the_text_allows(
-    lines: list[str], tmp_path: Path
+def test_words_are_cut_before_pieces(small: Tokenizer) -> None:
+    def words(text: str) -> list[str]:
+        return [word for word, _ in small.pre_tokenizer.pre_tokenize_str(text)]
+
+    assert words("a mill, 12") == ["▁a", "▁mill", ",", "▁", "1", "2"]
+    assert words("(mill)") == ["▁", "(", "mill", ")"]
+    assert words("দিন।") == ["▁দিন", "।"]
+    vocabulary = [piece for piece, _ in _scores(small)]
+    for piece in vocabulary[len(tok.SPECIAL_TOKENS) :]:
+        assert "▁" not in piece[1:]
+        assert len(piece) == 1 or not any(c.isnumeric() or c in ",.;:'।。" for c in piece)
+
+
+def _scores(tokenizer: Tokenizer) -> list[tuple[str, float]]:
+    return [tuple(entry) for entry in json.loads(tokenizer.to_str())["model"]["vocab"]]
+
+
+def _best_score(word: str, scores: dict[str, float]) -> float:
+    """The highest sum of scores over all cuts of `word` into pieces, by dynamic programming."""
+    best = [0.0] + [-math.inf] * len(word)
+    for end in range(1, len(word) + 1):
+        for start in range(end):
+            score = scores.get(word[start:end], -math.inf)
+            best[end] = max(best[end], best[start] + score)
+    return best[-1]
+
+
+def test_pieces_are_the_most_probable_ones(small: Tokenizer) -> None:
+    scores = dict(_scores(small)[len(tok.SPECIAL_TOKENS) :])
+    for line in PROSE:
+        for word, _ in small.pre_tokenizer.pre_tokenize_str(small.normalizer.normalize_str(line)):
+            found = sum(scores[token.value] for token in small.model.tokenize(word))
+            assert found == pytest.approx(_best_score(word, scores), abs=1e-6)
+    assert all(score < 0 for score in scores.values())  # log probabilities
+
+
+def test_special_tokens_and_pairs(small: Tokenizer) -> None:
+    ids = [tok.PAD_ID, tok.UNK_ID, tok.CLS_ID, tok.SEP_ID, tok.MASK_ID]
+    assert [small.id_to_token(number) for number in ids] == list(tok.SPECIAL_TOKENS)
+    assert ids == [0, 1, 2, 3, 4]
+    one, two = small.encode("the mill").ids[1:-1], small.encode("a river").ids[1:-1]
+    assert small.encode("the mill").ids == [2, *one, 3]
+    assert small.encode("the mill").type_ids == [0] * (len(one) + 2)
+    pair = small.encode("the mill", "a river")
+    assert pair.ids == [2, *one, 3, *two, 3]
+    assert pair.type_ids == [0] * (len(one) + 2) + [1] * (len(two) + 1)
+    # The mask takes the space before it.
+    assert small.encode("the [MASK] mill").ids == [
+        2, *small.encode("the").ids[1:-1], 4, *small.encode("mill").ids[1:-1], 3
+    ]  # fmt: skip
+
+
+def test_unknown_characters(small: Tokenizer) -> None:
+    encoding = small.encode("the ꙮꙮꙮ mill ꙮ")
+    assert encoding.ids.count(tok.UNK_ID) == 2  # a run is one
+    assert small.decode(encoding.ids, skip_special_tokens=True) == "the  mill "
+
+
+def test_the_same_ids_from_every_reader(
+    small: Tokenizer, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output = tmp_path / "x.sp.model"
-    chosen = train_sentencepiece(lines, output, vocab_size="auto")["vocab_size"]
-    assert chosen in VOCABULARY_SIZES[3:]
-    larger = VOCABULARY_SIZES[VOCABULARY_SIZES.index(chosen) - 1]
-    with pytest.raises(UserError, match=f"of '{larger}' pieces is too large"):
-        train_sentencepiece(lines, output, vocab_size=larger)
-    assert len(_pieces(output)) == chosen  # the failure left the older file alone
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    import transformers
+
+    texts = [*PROSE, "  THE   mill\nriver\t 3,5 ", "ꙮ", "", "the [MASK] mill"]
+    opened = tok.load_tokenizer(folder)
+    for reader in (Tokenizer.from_file(str(folder / "tokenizer.json")), opened):
+        for text in texts[:-1]:
+            assert reader.encode(text).ids == small.encode(text).ids
+            assert reader.encode(text, text).type_ids == small.encode(text, text).type_ids
+    for model_type in (None, "albert", "llama"):  # an export has the model's config beside it
+        config = folder / "config.json"
+        if model_type:
+            config.write_text(json.dumps({"model_type": model_type, "vocab_size": 300}))
+        fast: Any = transformers.AutoTokenizer.from_pretrained(str(folder))
+        config.unlink(missing_ok=True)
+        assert isinstance(fast, transformers.PreTrainedTokenizerFast)
+        for text in texts:
+            assert fast(text).input_ids == small.encode(text).ids
+            assert fast(text, "a").token_type_ids == small.encode(text, "a").type_ids
+        assert [fast.pad_token, fast.unk_token, fast.cls_token, fast.sep_token,
+                fast.mask_token] == list(tok.SPECIAL_TOKENS)  # fmt: skip
+        assert (fast.bos_token, fast.eos_token) == ("[CLS]", "[SEP]")
+        assert (fast.pad_token_id, fast.mask_token_id) == (0, 4)
+        assert fast.model_max_length == 512
+        assert fast.padding_side == "right"
+        assert len(fast) == small.get_vocab_size()
+        assert profile_of(fast.backend_tokenizer) == "default"
 
 
-def test_too_little_text_is_an_error_with_numbers_and_leaves_no_file(tmp_path: Path) -> None:
-    output = tmp_path / "x.sp.model"
-    few = _made_up_lines(3, 5)
-    with pytest.raises(UserError, match=r"of '32000' pieces is too large: the text \(3 sentences"):
-        train_sentencepiece(few, output)
-    with pytest.raises(UserError, match=r"of '250' pieces is too large: .* of at most \d+"):
-        train_sentencepiece(few, output, vocab_size="auto")
-    with pytest.raises(UserError, match=r"of '8' pieces is too small: .* needs \d+ for its single"):
-        train_sentencepiece(few, output, vocab_size=8)
-    for nothing in ([], ["", "   "], ["short"] * 9):
-        with pytest.raises(UserError, match=rf"of {len(nothing)} paragraphs {len(nothing)} have"):
-            train_sentencepiece(nothing, output)
-    assert list(tmp_path.iterdir()) == []
+def test_a_page_cannot_hold_special_tokens(folder: Path) -> None:
+    text = "the mill [SEP] the river [MASK] [PAD]"
+    ids = tok.load_tokenizer(folder).encode(text, add_special_tokens=False).ids
+    assert not {tok.PAD_ID, tok.CLS_ID, tok.SEP_ID, tok.MASK_ID} & set(ids)
 
 
-def test_training_is_quiet_unless_asked(
-    lines: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    train_sentencepiece(lines, tmp_path / "x.sp.model", vocab_size=100)
-    with pytest.raises(UserError):
-        train_sentencepiece(lines, tmp_path / "x.sp.model", vocab_size=50_000)
-    assert capfd.readouterr() == ("", "")
-    train_sentencepiece(lines, tmp_path / "x.sp.model", vocab_size=100, verbose=True)
-    assert "unigram_model_trainer" in capfd.readouterr().err
+def test_the_folder(small: Tokenizer, folder: Path) -> None:
+    assert {path.name for path in folder.iterdir()} == {
+        "tokenizer.json", "tokenizer_config.json", "manifest.json"
+    }  # fmt: skip
+    assert json.loads((folder / "manifest.json").read_text()) == {
+        "kind": "tokenizer-unigram",
+        "profile": "default",
+        "vocab_size": small.get_vocab_size(),
+        "sha256": sha256_file(folder / "tokenizer.json"),
+        "sources": ["abc"],
+    }
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    assert config["normaliser_profile"] == "default"
+    digest = sha256_file(folder / "tokenizer.json")
+    assert tok.tokenizer_digest(folder) == digest
+    assert tok.tokenizer_digest(str(folder / "tokenizer.json")) == digest
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"profile": "moses"}, "profile 'moses'; valid: 'unicode', 'ccnet'"),
-        ({"vocab_size": 0}, "vocab_size is '0'"),
-        ({"character_coverage": 99.95}, "character_coverage is '99.95'; it must be 0.9 to 1.0"),
-        ({"max_sentences": 0}, "max_sentences is '0'"),
-        ({"threads": 0}, "threads '0'"),
-    ],
-)
-def test_bad_settings_are_user_errors(
-    setting: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match=message):
-        train_sentencepiece(["some text"], tmp_path / "x.sp.model", **setting)
+def test_the_profile_is_known_by_its_steps() -> None:
+    for profile in profiles():
+        trained = tok.train_tokenizer(PROSE, profile=profile, vocab_size=200, at_most=True)
+        assert profile_of(Tokenizer.from_str(trained.to_str())) == profile
+    other = Tokenizer(models.Unigram())
+    assert profile_of(other) is None
 
 
-def test_bengali_vowel_signs_and_persian_joiners_survive(data_dir: Path, tmp_path: Path) -> None:
-    bengali = (data_dir / "bn" / "news_dev.txt").read_text(encoding="utf-8").splitlines()
-    persian = ["این متن را می‌خواهم بخوانم و نمی‌توانم آن را رها کنم"] * 2
-    output = tmp_path / "bn.sp.model"
-    text = bengali[:1500] + persian
-    train_sentencepiece(text, output, vocab_size=1000, character_coverage=1.0)
-    tokenizer = load_tokenizer(output)
-    for word in ("বাংলাদেশ", "কর্মসূচি", "می‌خواهم"):
-        normalised = normalise_for_lm(word, "unicode")
-        assert "".join(tokenizer.encode(normalised, out_type=str)) == "▁" + normalised
+_TRAIN = """
+import sys
+from models.tokenizer import train_tokenizer
+lines = [line for line in sys.stdin.read().split("\\n") if line]
+print(train_tokenizer(lines, vocab_size=250, at_most=True).to_str(), end="")
+"""
 
 
-def test_paragraphs_are_normalised_kept_once_and_counted() -> None:
-    lines = [
-        "The first paragraph is long enough to be kept.\nshort",
-        "THE FIRST PARAGRAPH IS LONG ENOUGH TO BE KEPT.",
-        "",
-        "A second paragraph that is also long enough, really.",
-    ]
-    paragraphs = TrainingParagraphs(lines, "unicode", 30)
-    kept = list(paragraphs)
-    assert kept == [normalise_for_lm(lines[i].split("\n")[0], "unicode").strip() for i in (0, 3)]
-    assert paragraphs.counts == {"read": 5, "too_short": 2, "duplicate": 1, "kept": 2}
-    assert paragraphs.chars == sum(map(len, kept))
+def test_the_same_text_gives_the_same_bytes_in_any_order_and_process() -> None:
+    lines = PROSE * 3
+    expected = tok.train_tokenizer(lines, vocab_size=250, at_most=True).to_str()
+    random.Random(3).shuffle(lines)
+    assert tok.train_tokenizer(lines, vocab_size=250, at_most=True).to_str() == expected
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", _TRAIN],
+            input="\n".join(lines),
+            capture_output=True,
+            encoding="utf-8",
+            check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONUTF8": "1"},
+            cwd=Path(__file__).resolve().parents[2],
+        )
+        assert done.stdout == expected
 
 
-@given(st.lists(st.text(max_size=50), max_size=20), st.integers(0, 20))
-def test_paragraph_counts_add_up(lines: list[str], min_chars: int) -> None:
-    paragraphs = TrainingParagraphs(lines, "unicode", min_chars)
-    kept = list(paragraphs)
-    counts = paragraphs.counts
-    assert counts["read"] == sum(line.count("\n") + 1 for line in lines)
-    assert counts["read"] == counts["too_short"] + counts["duplicate"] + counts["kept"]
-    assert len(set(kept)) == len(kept) == counts["kept"]
-    assert all(len(text) >= max(1, min_chars) for text in kept)
+def test_word_starts(small: Tokenizer) -> None:
+    starts = tok.word_starts(small)
+    assert starts.dtype == np.bool_
+    assert starts.shape == (small.get_vocab_size(),)
+    by_piece = {small.id_to_token(n): bool(starts[n]) for n in range(small.get_vocab_size())}
+    for piece, start in by_piece.items():
+        if piece in tok.SPECIAL_TOKENS:
+            expected = False
+        elif piece.startswith("▁") or piece in ",;:'।。12":
+            expected = True
+        else:
+            expected = unicodedata.name(piece[0]).startswith(("CJK", "THAI CHARACTER")) and (
+                unicodedata.category(piece[0]) == "Lo"
+            )
+        assert start == expected, piece
+    assert by_piece["▁mill"]
+    assert not by_piece["e"]
+    assert by_piece["我"]
+
+    def starts_in(text: str) -> int:
+        return int(starts[small.encode(text, add_special_tokens=False).ids].sum())
+
+    assert starts_in("the mill grinds the grain") == 5
+    assert starts_in("the mill, the grain.") == 5  # the full stop was never seen: unknown
 
 
-@given(st.text(alphabet="aé字 ", max_size=4000))
-def test_long_paragraphs_are_cut_and_nothing_but_spaces_is_lost(text: str) -> None:
-    parts = list(_sentences(text))
-    assert "".join(parts).replace(" ", "") == text.replace(" ", "")
-    assert all(len(part.encode()) <= 4192 for part in parts)
+def test_rare_characters_are_unknown_and_marks_are_not() -> None:
+    lines = ["mill river grain flour"] * 500 + ["ঔষ\u09a7\u09c7 ৪৯ ঞ\u0981 Q"]
+    trained = tok.train_tokenizer(lines, vocab_size=60, at_most=True, character_coverage=0.999)
+    vocabulary = trained.get_vocab()
+    assert "ঔ" not in vocabulary
+    for kept in ("\u09c7", "\u0981", "৪", "৯", "Q"):  # marks, digits, ASCII
+        assert kept in vocabulary
+    whole = tok.train_tokenizer(lines, vocab_size=60, at_most=True, character_coverage=1.0)
+    assert "ঔ" in whole.get_vocab()
+    # 25 characters are more than an eighth of 60 and less than an eighth of 400.
+    assert "ঔ" not in tok.train_tokenizer(lines * 2, vocab_size=60, at_most=True).get_vocab()
+    assert "ঔ" in tok.train_tokenizer(lines * 2, vocab_size=400, at_most=True).get_vocab()
 
 
-def test_long_paragraphs_are_cut_between_words() -> None:
-    words = [f"word{i:05d}" for i in range(1000)]
-    parts = list(_sentences(" ".join(words)))
-    assert len(parts) == 10
-    assert [word for part in parts for word in part.split()] == words
-    assert list(_sentences("字" * 2500)) == ["字" * 1000, "字" * 1000, "字" * 500]
+def test_odd_text_is_trained_on() -> None:
+    odd = ["\u2585 mill\u0000 ab\u0085cd", "x" * 5000, "ক" * 3000, "mill miller " * 20, "▁ \ue000"]
+    for profile in profiles():
+        trained = tok.train_tokenizer(odd, profile=profile, vocab_size=80, at_most=True)
+        assert "▁mill" in trained.get_vocab()
+        decoded = trained.decode(trained.encode("mill x").ids, skip_special_tokens=True)
+        assert decoded == "mill x"
 
 
-def test_reserved_marks_do_not_lose_their_sentence(lines: list[str], tmp_path: Path) -> None:
-    marked = [f"▅ {line}" for line in lines]
-    report = train_sentencepiece(marked, tmp_path / "x.sp.model", vocab_size=100)
-    assert report["paragraphs_trained_on"] == 400
+MISTAKES = {
+    "no text": ({"texts": ["", " \n\t"]}, "no text to train"),
+    "profile": ({"profile": "bengali"}, "'bengali'.*'default'"),
+    "vocabulary below any": ({"vocab_size": 5}, "'5'.*at least 6"),
+    "vocabulary too small": ({"vocab_size": 20}, r"'20' pieces is too small.*at least \d+"),
+    "vocabulary too large": ({"vocab_size": 9000}, r"'9000' pieces is too large.*at most \d+"),
+    "coverage": ({"character_coverage": 0.5}, r"'0\.5'.*0\.9 to 1\.0"),
+}
 
 
-def test_the_reservoir_draws_every_item_equally_often() -> None:
-    drawn = [0] * 20
-    for seed in range(2000):
-        sample = _reservoir(map(str, range(20)), 5, seed)
-        assert len(set(sample)) == 5
-        for item in sample:
-            drawn[int(item)] += 1
-    # 500 expected; a standard deviation of 19
-    assert all(400 < count < 600 for count in drawn)
-    assert _reservoir(["a", "b"], 5, 0) == ["a", "b"]
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes(mistake: str) -> None:
+    changes, message = MISTAKES[mistake]
+    arguments: dict[str, Any] = {"texts": PROSE, **changes}
+    with pytest.raises(UserError, match=message) as caught:
+        tok.train_tokenizer(arguments.pop("texts"), **arguments)
+    assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_no_tokenizer_is_a_user_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"tokenizer '.*absent\.sp\.model' cannot be read"):
-        load_tokenizer(tmp_path / "absent.sp.model")
-    broken = tmp_path / "broken.sp.model"
-    for content in (b"", b"<html>not found</html>"):
-        broken.write_bytes(content)
-        with pytest.raises(UserError, match=r"broken\.sp\.model' is not a SentencePiece model"):
-            load_tokenizer(broken)
+def test_the_sizes_that_an_error_names_are_right() -> None:
+    def number_after(words: str, size: int) -> int:
+        with pytest.raises(UserError) as caught:
+            tok.train_tokenizer(PROSE, vocab_size=size)
+        return int(str(caught.value).split(words)[-1].split()[0].rstrip(",;"))
+
+    least = number_after("at least ", 20)
+    most = number_after("at most ", 9000)
+    assert tok.train_tokenizer(PROSE, vocab_size=most).get_vocab_size() == most
+    assert tok.train_tokenizer(PROSE, vocab_size=9000, at_most=True).get_vocab_size() == most
+    with pytest.raises(UserError, match="too small"):
+        tok.train_tokenizer(PROSE, vocab_size=least - 1, character_coverage=0.9995)
 
 
-def test_auto_takes_what_a_short_text_of_many_characters_allows(tmp_path: Path) -> None:
-    # 400 different characters: 250 pieces are too few, 500 too many.
-    text = "".join(chr(0x4E00 + i) for i in range(400))
-    lines = [text[at : at + 40] for at in range(0, 400, 20)]
-    report = train_sentencepiece(lines, tmp_path / "ja.sp.model", vocab_size="auto")
-    assert 400 < report["vocab_size"] < 500
+def test_what_cannot_be_loaded(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere.*train-tokenizer"):
+        tok.load_tokenizer(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"nowhere.*train-tokenizer"):
+        tok.tokenizer_digest(tmp_path / "nowhere")
+    broken = tmp_path / "tokenizer.json"
+    broken.write_text('{"version": "1.0"')
+    with pytest.raises(UserError, match=r"not a tokenizer") as caught:
+        tok.load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+    Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0)).save(str(broken))
+    with pytest.raises(UserError, match=r"begins with '<unk>', 'a'.*\[CLS\]"):
+        tok.load_tokenizer(broken)

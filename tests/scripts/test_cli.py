@@ -89,10 +89,10 @@ MISTAKES = {
     "unknown model name": (["models", "fetch", "lid"], ["'lid'"]),
     "no tokenizer": (
         ["models", "train-ngram", "good.warc.wet.gz", "--language", "bn", "--output", "lm"],
-        ["bn.sp.model", "train-tokenizer"],
+        ["bn.sp.model", "train-sentencepiece"],
     ),
     "vocabulary": (
-        ["models", "train-tokenizer", "good.warc.wet.gz", "--language", "bn", "--output", "lm",
+        ["models", "train-sentencepiece", "good.warc.wet.gz", "--language", "bn", "--output", "lm",
          "--vocab-size", "many"], ["'many'", "'auto'"],
     ),
 }  # fmt: skip

@@ -1,0 +1,16 @@
+"""Objective and optimisers on two ranks against one process: DDP and FSDP2 over gloo."""
+
+from __future__ import annotations
+
+import socket
+
+import torch.multiprocessing as mp
+
+from tests.training import two_ranks
+
+
+def test_two_ranks_compute_what_one_does() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(two_ranks.run, args=(port,), nprocs=two_ranks.RANKS)

@@ -1,0 +1,66 @@
+"""Examples put together to the tensors that a network takes.
+
+Causal (`training.causal_examples`), b examples of t tokens:
+    input_ids, document_ids (b, t); position_ids (b, t) unless tokens see other documents;
+    labels (b, t): at each position the token that follows, `IGNORED` where it belongs to another
+    document or is not in the sequence.
+ALBERT (`training.albert_examples`), t tokens in the longest:
+    input_ids, attention_mask, token_type_ids (b, t); labels (b, t): the token at this position
+    where it is asked for; sentence_order_label (b,): 1 when the segments are swapped.
+Both: domains (b,). Everything is int64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from models.tokenizer import PAD_ID
+from training.examples import IGNORED, Example
+
+Batch = dict[str, torch.Tensor]
+_PADDING = {"input_ids": PAD_ID, "labels": IGNORED, "document_ids": -1}
+
+
+def collate(examples: Sequence[Example], length: int | None = None) -> Batch:
+    """One batch of at least one example, all of one kind.
+
+    Rows are as long as the longest example, or `length` tokens: then all batches have one shape.
+    Raises ValueError for an example longer than that.
+    """
+    longest = max(len(example.arrays["input_ids"]) for example in examples)
+    if length is not None and longest > length:
+        raise ValueError(f"an example of {longest} tokens in a batch of {length}")
+    length = longest if length is None else length
+    arrays = {
+        name: _rows([example.arrays[name] for example in examples], length, _PADDING.get(name, 0))
+        for name, array in examples[0].arrays.items()
+        if array.ndim
+    }
+    if "document_ids" in arrays:
+        arrays["labels"] = _next_tokens(arrays["input_ids"], arrays["document_ids"])
+    else:
+        sizes = np.array([len(example.arrays["input_ids"]) for example in examples])
+        arrays["attention_mask"] = (np.arange(length) < sizes[:, None]).astype(np.int64)
+        arrays["sentence_order_label"] = np.array(
+            [example.arrays["swapped"] for example in examples], np.int64
+        )
+    arrays["domains"] = np.array([example.domain for example in examples], np.int64)
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def _rows(arrays: Sequence[np.ndarray], length: int, padding: int) -> np.ndarray:
+    rows = np.full((len(arrays), length), padding, np.int64)
+    for row, array in zip(rows, arrays, strict=True):
+        row[: len(array)] = array
+    return rows
+
+
+def _next_tokens(input_ids: np.ndarray, document_ids: np.ndarray) -> np.ndarray:
+    """Each position's next token, where the same document has one."""
+    labels = np.full_like(input_ids, IGNORED)
+    same = (document_ids[:, 1:] == document_ids[:, :-1]) & (document_ids[:, 1:] >= 0)
+    labels[:, :-1][same] = input_ids[:, 1:][same]
+    return labels

@@ -1,0 +1,145 @@
+"""Loss on the held-out pages, domain by domain.
+
+Works inside the training loop, on any number of ranks (each has the same number of forwards,
+which FSDP2 and DDP ask for), and on a checkpoint alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from models.tokenizer import CLS_ID, MASK_ID, PAD_ID, SEP_ID, SPACE, UNK_ID
+from training import batches, sampler
+from training.evaluate.domain_loss import (
+    SUMS,
+    DomainLoss,
+    example_sums,
+    term_losses,
+    total,
+)
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from training.domains import Corpus
+    from training.examples import Example, ExampleBuilder
+    from training.objectives import Losses
+    from training.recipe import Data
+
+__all__ = ["DomainLoss", "held_out_losses", "token_bytes", "total"]
+
+_NO_TEXT = (PAD_ID, CLS_ID, SEP_ID, MASK_ID)
+
+
+def held_out_losses(
+    objective: torch.nn.Module,
+    corpus: Corpus,
+    builder: ExampleBuilder,
+    *,
+    data: Data,
+    limit: int,
+    microbatch: int,
+    device: torch.device | str,
+    rank: int = 0,
+    ranks: int = 1,
+    precision: Literal["fp32", "bf16"] = "fp32",
+    tokenizer: Tokenizer | None = None,
+) -> dict[str, DomainLoss]:
+    """Losses of `objective` on at most `limit` held-out examples of each domain, by its name.
+
+    All ranks call it together; rank r computes examples i with i % ranks == r, and all return the
+    same sums. Neither `microbatch` nor `ranks` changes a loss beyond rounding. `tokenizer` is
+    needed for `bits_per_byte` alone. The module is left in the mode (training or not) it was in.
+    """
+    wrapped: Any = getattr(objective, "module", objective)
+    terms: tuple[str, ...] = wrapped.terms
+    bytes_of_id = None if tokenizer is None else token_bytes(tokenizer)
+    device = torch.device(device)
+    was_training = objective.training
+    objective.eval()
+    sums = np.zeros((len(corpus.names), len(terms), SUMS))
+    examples = [0] * len(corpus.names)
+    texts = [_Text() for _ in corpus.names]
+    try:
+        with (
+            torch.no_grad(),
+            torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"),
+        ):
+            for domain in range(len(corpus.names)):
+                found = sampler.held_out_examples(corpus, domain, builder, data=data, limit=limit)
+                for group in _groups(found, microbatch * ranks):
+                    examples[domain] += len(group)
+                    texts[domain].add(group, bytes_of_id)
+                    own = group[rank::ranks]
+                    # A rank without a share of the last group runs the network all the same.
+                    batch = batches.collate(own or group[:1])
+                    losses = objective({key: value.to(device) for key, value in batch.items()})
+                    if own:
+                        sums[domain] += _sums(losses)
+    finally:
+        objective.train(was_training)
+    if ranks > 1:
+        shared = torch.from_numpy(sums).to(device)
+        torch.distributed.all_reduce(shared)
+        sums = shared.cpu().numpy()
+    causal = bytes_of_id is not None and "next_token" in terms
+    return {
+        name: DomainLoss(
+            count,
+            term_losses(terms, found, count),
+            text.counts,
+            text.bytes if causal else None,
+        )
+        for name, found, count, text in zip(corpus.names, sums, examples, texts, strict=True)
+    }
+
+
+def token_bytes(tokenizer: Tokenizer) -> np.ndarray:
+    """UTF-8 bytes that each id stands for (vocabulary,): a word's space counts one, a special
+    token none. Some bytes of a document that starts without a space are counted as one more."""
+    sizes = np.zeros(tokenizer.get_vocab_size(), dtype=np.int64)
+    for piece, index in tokenizer.get_vocab().items():
+        if index not in (*_NO_TEXT, UNK_ID):
+            sizes[index] = len(piece.replace(SPACE, " ").encode())
+    return sizes
+
+
+class _Text:
+    """Counts of the tokens in one domain's examples."""
+
+    def __init__(self) -> None:
+        self.counts = np.zeros(0, dtype=np.int64)
+        self.bytes = 0
+
+    def add(self, examples: Sequence[Example], bytes_of_id: np.ndarray | None) -> None:
+        for example in examples:
+            ids = _own_tokens(example)
+            text = ids[~np.isin(ids, _NO_TEXT)]
+            words = np.bincount(text, minlength=len(self.counts))
+            words[: len(self.counts)] += self.counts
+            self.counts = words
+            if bytes_of_id is not None:
+                self.bytes += int(bytes_of_id[ids[1:]].sum())
+
+
+def _own_tokens(example: Example) -> np.ndarray:
+    """The ids of an example before masking."""
+    ids, labels = example.arrays["input_ids"], example.arrays.get("labels")
+    return ids if labels is None else np.where(labels >= 0, labels, ids)
+
+
+def _groups(found: Iterator[Example], size: int) -> Iterator[list[Example]]:
+    while group := list(islice(found, size)):
+        yield group
+
+
+def _sums(losses: Losses) -> np.ndarray:
+    counts, sums, correct = (
+        one.detach().double().cpu().numpy() for one in (losses.counts, losses.sums, losses.correct)
+    )
+    return example_sums(counts, sums, correct)

@@ -1,0 +1,389 @@
+"""A training run from its recipe to the exported model: the whole story, from top to bottom.
+
+Each step takes the next examples of the global stream, computes this rank's microbatches of them,
+and moves the weights by the gradient of
+
+    sum over terms of (sum of the losses of all labels / labels in the global batch)
+
+so padding, uneven microbatches and ranks with fewer examples change nothing. The same recipe and
+data give the same curve on any number of ranks, up to the rounding of sums (with dropout: for
+every number of ranks that divides the microbatches of a step, see `training.microbatches`). On one
+machine and one number of threads the curve is the same bit for bit on a CPU. What breaks that:
+another number of threads, CUDA (attention's backward pass and embeddings add up in any order),
+another version of torch.
+
+What a checkpoint holds, where it lies and when it is refused: `training.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from models.errors import Fault
+from models.tokenizer import profile_of
+from training import checkpoint, identity, microbatches, run_folder, run_manifest
+from training.batches import Batch, collate
+from training.evaluate.held_out import held_out_losses, total
+from training.examples import Example
+from training.export import export, max_tokens
+from training.flops import flops_per_token, labelled_share, peak_flops
+from training.metrics import Clock, LiveLine, MetricsLog, Window
+from training.microbatches import Passed
+from training.networks import build_network
+from training.objectives import Objective
+from training.optimisers import build_optimiser
+from training.prepare import Prepared, prepare
+from training.recipe import TrainRecipe
+from training.run_folder import MODEL_FOLDER
+from training.run_manifest import RunManifest
+from training.sampler import ExampleStream, merge_states
+from training.schedules import learning_rate_factor
+from training.stopping import StopRequest
+from training.strategy import Parallel, Placement, placed
+from training.together import on_first
+
+_NAMED_EXAMPLES = 16
+"""So many of the examples with infinite losses are named."""
+
+
+def train(recipe: TrainRecipe, *, restart: bool = False, quiet: bool = False) -> dict[str, Any]:
+    """Train the recipe's model, or go on with it, until its last step or a signal.
+
+    Every rank calls it (see `training.strategy.placed`). Gives the summary: `status` is 'finished',
+    'already finished' or 'stopped' (SIGTERM, Ctrl+C: saved, to go on by the same call). `restart`
+    throws away what an earlier run left in the folder; `quiet` keeps stderr silent. Raises
+    UserError; Fault when the gradients stay infinite or a checkpoint cannot be written.
+    """
+    prepared = prepare(recipe)
+    with placed(recipe.run) as place:
+        if restart:
+            on_first(lambda: run_folder.clear(recipe.output.directory), "cannot restart")
+        manifest = run_folder.finished(recipe.output.directory, prepared.identity)
+        if manifest is not None:
+            return already_finished(recipe, manifest)
+        return _Run(recipe, prepared, place, quiet=quiet).run()
+
+
+@dataclass
+class Counters:
+    """What a run has done, over all ranks; part of a checkpoint."""
+
+    examples: int = 0
+    tokens: int = 0
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+
+
+class _Run:
+    def __init__(
+        self, recipe: TrainRecipe, prepared: Prepared, place: Placement, *, quiet: bool
+    ) -> None:
+        self.recipe, self.prepared, self.place = recipe, prepared, place
+        self.directory = Path(recipe.output.directory)
+        self.steps = recipe.schedule.steps
+        self.batch_examples = recipe.batch.examples(recipe.examples.sequence_length)
+        self.microbatches = microbatches.count(
+            self.batch_examples, recipe.batch.microbatch, place.ranks
+        )
+        self.counters = Counters()
+        self.pages: dict[str, dict[str, Any]] = {"counts": {}, "damage": {}}
+        self.live = LiveLine(self.steps, shown=place.first and not quiet)
+
+    def run(self) -> dict[str, Any]:
+        """Everything between the recipe and the summary."""
+        recipe, place = self.recipe, self.place
+        network = build_network(recipe, self.prepared.vocab_size)
+        self.parameters = sum(parameter.numel() for parameter in network.parameters())
+        self.clock = Clock(
+            flops_per_token(
+                network.config, recipe.examples.sequence_length, labelled_share(recipe)
+            ),
+            self._peak(),
+            self.steps,
+        )
+        self.objective = Objective(network)
+        self.parallel = Parallel(self.objective, place, recipe.run)
+        self.optimiser = build_optimiser(recipe.optimiser, network)
+        self.window = self._window()
+        done, stream_state = self._resume()
+        stream = ExampleStream(
+            self.prepared.corpus, self.prepared.weights, self.prepared.builder,
+            data=recipe.data, rank=place.rank, ranks=place.ranks, state=stream_state,
+        )  # fmt: skip
+        log = (
+            MetricsLog(self.directory, step=done, tensorboard=recipe.run.tensorboard)
+            if place.first
+            else None
+        )
+        try:
+            with StopRequest() as stop:
+                return self._train(done, stream, log, stop)
+        finally:
+            stream.close()
+            if log is not None:
+                log.close()
+
+    def _window(self) -> Window:
+        """An empty window."""
+        return Window(self.objective.terms, self.prepared.corpus.names, self.place.device)
+
+    def _peak(self) -> float | None:
+        peak = peak_flops(self.place.device, self.recipe.run.precision)
+        return None if peak is None else peak * self.place.ranks
+
+    def _resume(self) -> tuple[int, dict[str, Any] | None]:
+        """Steps done and the stream's state: of the newest checkpoint, or of the beginning."""
+        newest = checkpoint.latest(self.directory)
+        if newest is None:
+            return 0, None
+        saved = checkpoint.read_state(newest)["state"]["identity"]
+        identity.check(saved, self.prepared.identity, str(self.directory))
+        state = checkpoint.load(newest, objective=self.objective, optimiser=self.optimiser)
+        self.counters, self.pages = Counters(**state["counters"]), state["pages"]
+        if self.place.first:
+            self.window.restore(state["window"])
+        self.live.say(f"going on after step {state['step']:,} of {self.steps:,}")
+        return int(state["step"]), state["stream"]
+
+    def _train(
+        self, done: int, stream: ExampleStream, log: MetricsLog | None, stop: StopRequest
+    ) -> dict[str, Any]:
+        recipe, place, counters = self.recipe, self.place, self.counters
+        evaluated: dict[str, Any] = {}
+        stopped = False
+        while done < self.steps and not stopped:
+            # 1. The gradient of the global batch.
+            begin_s = time.monotonic()
+            dealt = microbatches.deal(
+                stream.take(self.batch_examples), self.microbatches, place.rank, place.ranks
+            )
+            batches = [self._batch(part) for part in dealt]
+            waited_s = time.monotonic() - begin_s
+            passed = microbatches.gradients(
+                self.parallel, dealt, batches, self._window(), seed=recipe.run.seed, step=done
+            )
+            norm = self.parallel.gradient_norm()  # the same on all ranks: they decide alike
+
+            # 2. The move, unless the gradient is infinite; too many such steps end the run.
+            rate = recipe.optimiser.learning_rate * learning_rate_factor(recipe.schedule, done)
+            done += 1
+            counters.examples += self.batch_examples
+            counters.tokens += passed.tokens
+            if math.isfinite(norm):
+                self._move(norm, rate)
+                self.window.merge(passed.window)
+                counters.skipped_in_a_row = 0
+            else:
+                self._skip(done, passed, log)
+            self.optimiser.zero_grad()
+            self.clock.step(time.monotonic() - begin_s, waited_s, passed.tokens)
+
+            # 3. What the run says.
+            if done % recipe.run.log_every == 0 or done == self.steps:
+                self._log_line(done, rate, norm, log)
+            if math.isfinite(norm) and self.live.due(done):
+                self.live.show(done, passed.window.means()["loss"], self.clock)
+            last = done == self.steps
+            if last or (recipe.evaluation.every and done % recipe.evaluation.every == 0):
+                evaluated = self._evaluate(done, log)
+
+            # 4. A checkpoint: when it is time, at the end, and before leaving on a signal.
+            stopped = stop.agreed() and not last
+            if last or stopped or done % recipe.checkpoint.every == 0:
+                self._save(done, stream)
+        if stopped:
+            self.live.say(f"{stop.name or 'another rank'}: saved after step {done:,}")
+            return self._summary("stopped", done, evaluated)
+        return self._finish(done, evaluated, stream)
+
+    def _batch(self, examples: Sequence[Example]) -> Batch:
+        """One microbatch on this rank's device."""
+        recipe, device = self.recipe, self.place.device
+        length = recipe.examples.sequence_length
+        if examples:
+            # Compiled code wants one shape; padding changes nothing but the time.
+            batch = collate(examples, length if recipe.run.compile else None)
+        else:
+            batch = microbatches.blank(recipe.model.family, length)
+        if device.type == "cuda":
+            return {
+                name: tensor.pin_memory().to(device, non_blocking=True)
+                for name, tensor in batch.items()
+            }
+        return batch
+
+    def _move(self, norm: float, rate: float) -> None:
+        """Clip the gradients, whose norm is `norm`, and move the weights."""
+        longest = self.recipe.optimiser.max_gradient_norm
+        if longest is not None and norm > longest:
+            self.parallel.scale_gradients(longest / norm)
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate
+        self.optimiser.step()
+
+    def _skip(self, done: int, passed: Passed, log: MetricsLog | None) -> None:
+        """Tell of a step whose gradients are not finite. Raises Fault after too many in a row."""
+        counters, most = self.counters, self.recipe.run.max_skipped_steps
+        counters.skipped_steps += 1
+        counters.skipped_in_a_row += 1
+        indexes = sorted(index for part in self.place.gather(passed.non_finite()) for index in part)
+        first = (done - 1) * self.batch_examples
+        if log is not None:
+            log.write(
+                {
+                    "kind": "skipped",
+                    "step": done,
+                    "examples": [first, first + self.batch_examples - 1],
+                    "non_finite_losses": indexes[:_NAMED_EXAMPLES],
+                    "in_a_row": counters.skipped_in_a_row,
+                    "times": self.clock.figures(),
+                }
+            )
+        self.live.say(
+            f"step {done:,} skipped: gradients are not finite (examples {first:,} to "
+            f"{first + self.batch_examples - 1:,}; losses not finite: "
+            f"{', '.join(map(str, indexes[:_NAMED_EXAMPLES])) or 'none'})"
+        )
+        if counters.skipped_in_a_row >= most:
+            raise Fault(
+                f"the gradients of {most} steps in a row, up to step {done:,}, were not finite "
+                f"(run.max_skipped_steps = '{most}'): the weights are as before them, in the "
+                f"last checkpoint in '{self.directory}'; lower optimiser.learning_rate"
+            )
+
+    def _log_line(self, done: int, rate: float, norm: float, log: MetricsLog | None) -> None:
+        """One line about the steps since the last one."""
+        self.window.fold(self.place)
+        if log is not None:
+            log.write(
+                {
+                    "kind": "train",
+                    "step": done,
+                    **self.window.means(),
+                    "learning_rate": rate,
+                    "gradient_norm": float(f"{norm:.6g}") if math.isfinite(norm) else None,
+                    **asdict(self.counters),
+                    "times": self.clock.figures(),
+                }
+            )
+        self.window.clear()
+
+    def _evaluate(self, done: int, log: MetricsLog | None) -> dict[str, Any]:
+        """Held-out losses of each domain, as JSON can hold them."""
+        recipe, place = self.recipe, self.place
+        if recipe.data.held_out == 0:
+            return {}
+        begin_s = time.monotonic()
+        found = held_out_losses(
+            self.objective, self.prepared.corpus, self.prepared.builder,
+            data=recipe.data, limit=recipe.evaluation.examples,
+            microbatch=recipe.batch.microbatch, device=place.device,
+            rank=place.rank, ranks=place.ranks, precision=recipe.run.precision,
+            tokenizer=self.prepared.tokenizer,
+        )  # fmt: skip
+        self.parallel.reshard()
+        losses = {
+            "total": total(found.values()).to_json(),
+            "domains": {name: loss.to_json() for name, loss in found.items()},
+        }
+        if log is not None:
+            seconds = {"seconds": round(time.monotonic() - begin_s, 3), **self.clock.figures()}
+            log.write({"kind": "evaluation", "step": done, **losses, "times": seconds})
+        return losses
+
+    def _save(self, done: int, stream: ExampleStream) -> None:
+        """A checkpoint of everything that the next step depends on."""
+        self.window.fold(self.place)
+        state = {
+            **self._state(done),
+            "stream": merge_states(self.place.gather(stream.state_dict())),
+            "window": self.place.gather(self.window.state())[0],
+            "pages": self._pages(stream),
+        }
+        checkpoint.save(
+            self.directory, done, objective=self.objective, optimiser=self.optimiser, state=state,
+            keep=self.recipe.checkpoint.keep, tokenizer=self.recipe.model.tokenizer,
+        )  # fmt: skip
+
+    def _pages(self, stream: ExampleStream) -> dict[str, dict[str, Any]]:
+        """What became of the pages of all ranks since the run began."""
+        counts: Counter[str] = Counter(self.pages["counts"])
+        damage = dict(self.pages["damage"])
+        for own_counts, own_damage in self.place.gather((stream.counts, stream.damage)):
+            counts.update(own_counts)
+            damage |= own_damage
+        return {"counts": dict(sorted(counts.items())), "damage": dict(sorted(damage.items()))}
+
+    def _state(self, done: int) -> dict[str, Any]:
+        return {
+            "step": done,
+            "counters": asdict(self.counters),
+            "identity": self.prepared.identity,
+        }
+
+    def _finish(
+        self, done: int, evaluated: dict[str, Any], stream: ExampleStream
+    ) -> dict[str, Any]:
+        """The model and the manifest; then the run is finished."""
+        recipe, network = self.recipe, self.objective.network
+        if not evaluated:  # the run had been killed between its last checkpoint and here
+            evaluated = self._evaluate(done, None)
+        pages = self._pages(stream)
+        export(
+            network,
+            recipe.model.tokenizer,
+            self.directory / MODEL_FOLDER,
+            max_length=max_tokens(network.config, recipe.examples.sequence_length),
+            state=self._state(done),
+        )
+        on_first(
+            lambda: run_manifest.write(
+                self.directory, recipe=recipe, identity=self.prepared.identity,
+                profile=profile_of(self.prepared.tokenizer),
+                vocab_size=self.prepared.vocab_size, steps=done, counters=asdict(self.counters),
+                pages=pages["counts"], damaged=list(pages["damage"]), held_out=evaluated,
+            ),
+            f"cannot finish '{self.directory}'",
+        )  # fmt: skip
+        return self._summary("finished", done, evaluated)
+
+    def _summary(self, status: str, done: int, evaluated: dict[str, Any]) -> dict[str, Any]:
+        figures = self.clock.figures()
+        return {
+            "status": status,
+            "step": done,
+            "steps": self.steps,
+            **asdict(self.counters),
+            "parameters": self.parameters,
+            "evaluation": evaluated,
+            "output": str(self.directory),
+            "model": str(self.directory / MODEL_FOLDER) if status == "finished" else None,
+            "ranks": self.place.ranks,
+            "strategy": self.place.strategy,
+            "device": str(self.place.device),
+            "tokens_per_s": figures["tokens_per_s"],
+            "mfu": figures["mfu"],
+            "elapsed_s": figures["elapsed_s"],
+        }
+
+
+def already_finished(recipe: TrainRecipe, manifest: RunManifest) -> dict[str, Any]:
+    """The summary of a run that has nothing left to do."""
+    held_out = manifest.held_out
+    return {
+        "status": "already finished",
+        "step": manifest.counts.steps,
+        "steps": recipe.schedule.steps,
+        "examples": manifest.counts.examples,
+        "tokens": manifest.counts.tokens,
+        "skipped_steps": manifest.counts.skipped_steps,
+        "evaluation": {} if held_out is None else held_out.model_dump(mode="json"),
+        "output": recipe.output.directory,
+        "model": str(Path(recipe.output.directory) / MODEL_FOLDER),
+    }

@@ -1,0 +1,121 @@
+"""One step's examples, dealt to microbatches in the same way for any number of ranks, and the
+gradient that they add up to.
+
+Example i of the global stream goes to microbatch i % G of its step, G = ranks x ceil(examples /
+(ranks x microbatch)), and rank r computes the microbatches g with g % ranks == r: just the
+examples that its part of the stream holds. So the microbatches, and with a seed for each of them
+the dropout masks, are the same on every number of ranks for which G is the same. All microbatches
+of a step have the same size, or one less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import xxhash
+
+from models.tokenizer import CLS_ID, SEP_ID
+from training.batches import Batch, collate
+from training.examples import IGNORED, Example
+from training.metrics import Window
+from training.strategy import Parallel
+
+
+def count(examples: int, microbatch: int, ranks: int) -> int:
+    """G: microbatches of a step over all ranks; each rank computes G / ranks of them."""
+    return ranks * -(-examples // (ranks * microbatch))
+
+
+def deal(examples: Sequence[Example], number: int, rank: int, ranks: int) -> list[list[Example]]:
+    """This rank's examples of a step, by microbatch g = rank, rank + ranks, ... below `number`.
+
+    A microbatch is empty where a step has fewer examples than microbatches.
+    """
+    dealt: list[list[Example]] = [[] for _ in range(number // ranks)]
+    for example in examples:
+        dealt[(example.index % number - rank) // ranks].append(example)
+    return dealt
+
+
+def blank(family: str, length: int) -> Batch:
+    """A batch of one example without a label, for a rank that has no other; its gradient is 0."""
+    ids = np.array([CLS_ID, SEP_ID, SEP_ID], dtype=np.int32)
+    if family == "albert":
+        arrays = {
+            "input_ids": ids,
+            "token_type_ids": np.array([0, 0, 1], dtype=np.int32),
+            "labels": np.full(3, IGNORED, dtype=np.int32),
+            "swapped": np.array(0, dtype=np.int32),
+        }
+    else:
+        tokens = np.resize(ids, length)
+        arrays = {"input_ids": tokens, "document_ids": np.zeros_like(tokens)}
+    batch = collate([Example(0, 0, arrays)])
+    for name in ("labels", "sentence_order_label"):
+        if name in batch:
+            batch[name] = torch.full_like(batch[name], IGNORED)
+    return batch
+
+
+def dropout_seed(seed: int, step: int, microbatch: int) -> int:
+    """Seed of the random choices in one microbatch: they need no state and know no ranks."""
+    return xxhash.xxh3_64_intdigest(f"{seed} {step} {microbatch}".encode()) >> 1
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What the forward and backward passes of a step left beside the gradients."""
+
+    window: Window
+    """Sums of this rank's examples."""
+    tokens: int
+    """Of all ranks."""
+    dealt: Sequence[Sequence[Example]]
+    sums: Sequence[torch.Tensor]
+    """Losses (terms, examples) of each microbatch."""
+
+    def non_finite(self) -> list[int]:
+        """Indexes of this rank's examples whose own loss is not finite."""
+        return [
+            example.index
+            for part, sums in zip(self.dealt, self.sums, strict=True)
+            for example, good in zip(part, sums.isfinite().all(dim=0).tolist(), strict=False)
+            if not good
+        ]
+
+
+def gradients(
+    parallel: Parallel,
+    dealt: Sequence[Sequence[Example]],
+    batches: Sequence[Batch],
+    window: Window,
+    *,
+    seed: int,
+    step: int,
+) -> Passed:
+    """Leave in the parameters the gradient of the loss of the whole global batch.
+
+    That loss is the sum over terms of (sum of the losses of all labels / labels in the global
+    batch). dealt, batches: this rank's microbatches, as `deal` gives them and as tensors on its
+    device, at least one, as many on each rank. window: empty; what is seen is added to it.
+    """
+    place = parallel.place
+    counts = torch.stack([parallel.objective.counts(batch).cpu() for batch in batches]).sum(0)
+    tokens = sum(example.arrays["input_ids"].size for part in dealt for example in part)
+    found = place.total(torch.cat([counts, torch.tensor([tokens], dtype=torch.float64)]))
+    *counts_of_all, tokens_of_all = found.tolist()
+    # DDP and FSDP2 divide the sum of the ranks' gradients by the number of ranks.
+    factors = [parallel.gradient_factor / max(count, 1.0) for count in counts_of_all]
+    weights = torch.tensor(factors, dtype=torch.float32, device=place.device)[:, None]
+    sums = []
+    for number, batch in enumerate(batches):
+        torch.manual_seed(dropout_seed(seed, step, place.rank + number * place.ranks))
+        with parallel.microbatch(last=number == len(batches) - 1):
+            losses = parallel(batch)
+            (losses.sums * weights).sum().backward()  # type: ignore[no-untyped-call]
+        window.add(losses, batch["domains"])
+        sums.append(losses.sums.detach())
+    return Passed(window, round(tokens_of_all), dealt, sums)

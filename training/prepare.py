@@ -1,0 +1,67 @@
+"""What a run needs before the first tensor: corpus, weights, tokenizer, examples, identity.
+
+Every mistake in a recipe that can be found without a network is found here, in seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from models.errors import UserError
+from models.tokenizer import load_tokenizer
+from training import identity
+from training.domains import Corpus, load_corpus, mixture
+from training.examples import ExampleBuilder, make_builder
+from training.folders import local
+from training.recipe import TrainRecipe
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The inputs of a run, opened and checked."""
+
+    corpus: Corpus
+    weights: np.ndarray
+    """Share of the examples by domain (domains,)."""
+    tokenizer: Tokenizer
+    vocab_size: int
+    builder: ExampleBuilder
+    identity: dict[str, Any]
+
+
+def prepare(recipe: TrainRecipe) -> Prepared:
+    """Open what the recipe names. Raises UserError in one line."""
+    if not recipe.data.manifests:
+        raise UserError(
+            "no data: name a mined crawl with --data DIR, or data.manifests in the recipe"
+        )
+    if not recipe.model.tokenizer:
+        raise UserError(
+            "no tokenizer: give --tokenizer DIR, or make one: "
+            f"gristmill models train-tokenizer {recipe.data.manifests[0]} --output out/tokenizer"
+        )
+    if not recipe.output.directory:
+        raise UserError("no output folder: give --output DIR, or output.directory in the recipe")
+    directory = local(recipe.output.directory)
+    if directory.exists() and not directory.is_dir():
+        raise UserError(f"output '{directory}' is a file: give a folder with --output")
+    if recipe.model.init is not None and not Path(recipe.model.init).is_dir():
+        raise UserError(
+            f"model.init = '{recipe.model.init}' is no folder: give that of a transformers model"
+        )
+    tokenizer = load_tokenizer(recipe.model.tokenizer)
+    corpus = load_corpus(recipe.data)
+    weights = mixture(corpus, recipe.data.weights)
+    return Prepared(
+        corpus=corpus,
+        weights=weights,
+        tokenizer=tokenizer,
+        vocab_size=tokenizer.get_vocab_size(),
+        builder=make_builder(recipe, tokenizer),
+        identity=identity.identity(recipe, corpus, [float(weight) for weight in weights]),
+    )

@@ -1,0 +1,204 @@
+"""What a run would be, before it starts: data, parameters, memory, disk.
+
+The corpus is measured on a few pages of each domain, with the run's own tokenizer and examples;
+nothing of the network is computed or kept in memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from transformers import AlbertForPreTraining, LlamaForCausalLM
+
+from training import microbatches, sampler
+from training.domains import mixture
+from training.flops import flops_per_token, labelled_share
+from training.networks import network_config
+from training.prepare import Prepared
+from training.recipe import TrainRecipe
+from training.strategy import sharded_blocks, strategy_of
+
+_PAGES = 16
+_CHARS = 100_000
+"""Most pages of a domain, and characters of them, that its characters for each token come from."""
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run in numbers; `to_json` and `table` show it."""
+
+    recipe: TrainRecipe
+    ranks: int
+    strategy: str
+    parameters: int
+    examples_per_step: int
+    microbatches_per_step: int
+    tokens_per_step: int
+    flops_per_token: float
+    domains: list[dict[str, Any]]
+    memory_bytes: dict[str, int]
+    checkpoint_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs."""
+        steps = self.recipe.schedule.steps
+        return {
+            "ranks": self.ranks,
+            "strategy": self.strategy,
+            "parameters": self.parameters,
+            "steps": steps,
+            "examples_per_step": self.examples_per_step,
+            "microbatches_per_step": self.microbatches_per_step,
+            "tokens_per_step": self.tokens_per_step,
+            "tokens": self.tokens_per_step * steps,
+            "flops": self.flops_per_token * self.tokens_per_step * steps,
+            "memory_bytes": {**self.memory_bytes, "total": sum(self.memory_bytes.values())},
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "checkpoints_bytes": self.checkpoint_bytes * (self.recipe.checkpoint.keep + 1),
+            "domains": self.domains,
+        }
+
+    def table(self) -> str:
+        """For people."""
+        value = self.to_json()
+        memory = ", ".join(
+            f"{name} {_size(size)}" for name, size in self.memory_bytes.items() if size
+        )
+        rows = [
+            f"parameters         {self.parameters:,}",
+            f"step               {self.examples_per_step:,} examples, at most "
+            f"{self.tokens_per_step:,} tokens, in {self.microbatches_per_step:,} microbatches",
+            f"run                {value['steps']:,} steps, at most {value['tokens']:,} tokens, "
+            f"{value['flops']:.2e} FLOPs",
+            f"ranks              {self.ranks}, strategy {self.strategy}",
+            f"memory of a rank   {_size(value['memory_bytes']['total'])} without activations: "
+            f"{memory}",
+            f"disk               {_size(value['checkpoints_bytes'])}: "
+            f"{self.recipe.checkpoint.keep} checkpoints of {_size(self.checkpoint_bytes)}, "
+            "one more while it is written",
+            "",
+            f"{'domain':<24}{'share':>8}{'characters':>16}{'chars/token':>13}{'tokens':>16}"
+            f"{'epochs':>9}",
+        ]
+        for domain in sorted(self.domains, key=lambda one: -one["share"]):
+            rows.append(
+                f"{domain['name']:<24}{domain['share']:>8.2%}{domain['chars']:>16,}"
+                f"{_number(domain['chars_per_token'], '13.2f')}"
+                f"{_number(domain['tokens'], '16,.0f')}{_number(domain['epochs'], '9.2f')}"
+            )
+        return "\n".join(rows)
+
+
+def make_plan(recipe: TrainRecipe, prepared: Prepared, ranks: int) -> Plan:
+    """The plan of `recipe` on `ranks` processes. Raises UserError."""
+    length, steps = recipe.examples.sequence_length, recipe.schedule.steps
+    examples = recipe.batch.examples(length)
+    config = network_config(recipe, prepared.vocab_size)
+    parameters, block = _parameters(recipe, prepared.vocab_size)
+    strategy = strategy_of(recipe.run, ranks)
+    return Plan(
+        recipe=recipe,
+        ranks=ranks,
+        strategy=strategy,
+        parameters=parameters,
+        examples_per_step=examples,
+        microbatches_per_step=microbatches.count(examples, recipe.batch.microbatch, ranks),
+        tokens_per_step=examples * length,
+        flops_per_token=flops_per_token(config, length, labelled_share(recipe)),
+        domains=_domains(recipe, prepared, examples * length * steps),
+        memory_bytes=memory_bytes(
+            parameters, block, ranks, strategy, bf16=recipe.run.precision == "bf16"
+        ),
+        checkpoint_bytes=3 * _FLOAT_BYTES * parameters,
+    )
+
+
+def memory_bytes(
+    parameters: int, block: tuple[int, int], ranks: int, strategy: str, *, bf16: bool
+) -> dict[str, int]:
+    """Bytes of one rank by use, without activations, for fp32 weights and two moments.
+
+    `whole weights` is the copy that FSDP2 gathers to compute with. Under zero3 that is what stands
+    outside of the blocks, and two blocks: the next one comes while one computes. block:
+    parameters of one of them, and how many there are.
+    """
+    whole = _FLOAT_BYTES * parameters
+    shard = -(-whole // ranks)
+    if strategy in ("single", "ddp"):
+        cast = 2 * parameters if bf16 else 0
+        return {"weights": whole, "bf16 copy": cast, "gradients": whole, "moments": 2 * whole}
+    size, blocks = block
+    absent = max(0, blocks - 2) * size if strategy == "zero3" else 0
+    gathered = parameters - absent
+    return {
+        "weights": shard,
+        "whole weights": gathered * (2 if bf16 else _FLOAT_BYTES),
+        "gradients": shard + (whole if strategy == "zero1" else 0),
+        "moments": 2 * shard,
+    }
+
+
+def _parameters(recipe: TrainRecipe, vocab_size: int) -> tuple[int, tuple[int, int]]:
+    """Parameters of the network; of one block that FSDP2 gathers alone, and how many there are."""
+    config: Any = network_config(recipe, vocab_size)
+    kind: Any = AlbertForPreTraining if recipe.model.family == "albert" else LlamaForCausalLM
+    with torch.device("meta"):
+        network = kind(config)
+    blocks = sharded_blocks(network)
+    size = sum(parameter.numel() for parameter in blocks[0].parameters()) if blocks else 0
+    return sum(parameter.numel() for parameter in network.parameters()), (size, len(blocks))
+
+
+def _domains(recipe: TrainRecipe, prepared: Prepared, tokens: int) -> list[dict[str, Any]]:
+    found = []
+    shards = {shard for domain in prepared.corpus.domains for shard in domain.shards}
+    all_chars = sum(shard.chars for shard in shards)
+    parts = mixture(prepared.corpus, "proportional")  # of host groups, which share shards, too
+    for number, domain in enumerate(prepared.corpus.domains):
+        chars = round(all_chars * float(parts[number]))
+        kept = chars * (1 - recipe.data.held_out)
+        own_tokens = tokens * float(prepared.weights[number])
+        ratio = _chars_per_token(recipe, prepared, number)
+        found.append(
+            {
+                "name": domain.name,
+                "share": float(prepared.weights[number]),
+                "chars": chars,
+                "chars_per_token": ratio,
+                "tokens": own_tokens,
+                "epochs": own_tokens * ratio / kept if ratio and kept else None,
+            }
+        )
+    return found
+
+
+def _chars_per_token(recipe: TrainRecipe, prepared: Prepared, domain: int) -> float | None:
+    """Characters for each token in the first pages of a domain; None when it has none."""
+    texts, chars = [], 0
+    for text in islice(
+        sampler.pages(prepared.corpus, domain, data=recipe.data, split="train"), _PAGES
+    ):
+        texts.append(text[: _CHARS - chars])
+        chars += len(texts[-1])
+        if chars >= _CHARS:
+            break
+    encoded = prepared.tokenizer.encode_batch(texts, add_special_tokens=False)
+    tokens = sum(len(one.ids) for one in encoded)
+    return chars / tokens if tokens else None
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _number(value: float | None, shape: str) -> str:
+    width = int(shape.split(".", maxsplit=1)[0].rstrip(","))
+    return f"{'?':>{width}}" if value is None else f"{value:{shape}}"

@@ -1,0 +1,238 @@
+"""Where a run computes and how its state is divided among the ranks.
+
+`placed` finds the device and starts the process group that torchrun (or `gristmill train
+--processes N`) prepared; `Parallel` puts the objective on it. The strategies differ in memory and
+traffic, never in the curve of the loss:
+
+    single  one device
+    ddp     every rank holds everything; gradients are averaged once a step
+    zero1   FSDP2: optimiser state in shards; weights and gradients whole during a step
+    zero2   FSDP2: gradients in shards too: reduce-scattered after each microbatch
+    zero3   FSDP2: weights in shards too: gathered block by block
+
+DDP and FSDP2 average gradients over ranks, but the loss is a sum over the global batch: the
+loss of each microbatch is multiplied by `gradient_factor`, the number of ranks.
+Left out on purpose: `find_unused_parameters`, because every rank runs every parameter in every
+microbatch (a rank without examples runs an empty one).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from models.errors import UserError
+from training.networks import checkpoint_blocks
+from training.objectives import Losses, Objective
+from training.recipe import Run
+
+_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""A rank may wait so long for another: the slowest one may be reading a remote shard."""
+_BLOCKS = {"LlamaDecoderLayer", "AlbertLayerGroup"}
+_SHARDED_BLOCKS = {"LlamaDecoderLayer"}
+"""ALBERT's one layer runs many times in a pass: on its own it would be gathered each time."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """This process among the processes of the run."""
+
+    rank: int
+    ranks: int
+    device: torch.device
+    strategy: str
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank writes the run's files."""
+        return self.rank == 0
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum of `values` over all ranks, on the CPU; every rank must call it."""
+        values = values.detach().cpu().clone()
+        if self.ranks > 1:
+            torch.distributed.all_reduce(values)
+        return values
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of each rank, in order, on every rank; every rank must call it."""
+        if self.ranks == 1:
+            return [value]
+        values: list[Any] = [None] * self.ranks
+        torch.distributed.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.ranks > 1:
+            torch.distributed.barrier()
+
+
+@contextlib.contextmanager
+def placed(run: Run) -> Iterator[Placement]:
+    """The place of this process, with its process group while the block runs.
+
+    Reads torchrun's WORLD_SIZE, RANK, LOCAL_RANK, LOCAL_WORLD_SIZE. Raises UserError.
+    """
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks)))
+    strategy = strategy_of(run, ranks)
+    device = _device(run, local_rank, local_ranks)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        if run.precision == "bf16":
+            # What autocast leaves in fp32 may use TF32; an fp32 run stays exact.
+            torch.set_float32_matmul_precision("high")
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
+    if strategy == "single":
+        yield Placement(0, 1, device, strategy)
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if ranks == 1:
+        torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    else:
+        torch.distributed.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT)
+    try:
+        yield Placement(rank, ranks, device, strategy)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def strategy_of(run: Run, ranks: int) -> str:
+    """The strategy that `ranks` processes use. Raises UserError."""
+    if run.strategy == "auto":
+        return "single" if ranks == 1 else "ddp"
+    if run.strategy == "single" and ranks > 1:
+        raise UserError(
+            f"run.strategy = 'single' on {ranks} processes: choose auto, ddp, zero1, zero2 or zero3"
+        )
+    return run.strategy
+
+
+def _device(run: Run, local_rank: int, local_ranks: int) -> torch.device:
+    if run.device == "cpu" or (run.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    found = torch.cuda.device_count()
+    if found == 0:
+        raise UserError("run.device = 'cuda', but torch sees no CUDA device: set run.device=cpu")
+    if local_ranks > found:
+        raise UserError(
+            f"{local_ranks} processes on this machine, but only {found} CUDA devices: "
+            f"give --processes {found}"
+        )
+    if run.precision == "bf16" and not torch.cuda.is_bf16_supported():
+        name = torch.cuda.get_device_name(local_rank)
+        raise UserError(f"run.precision = 'bf16', which '{name}' cannot compute: set fp32")
+    return torch.device("cuda", local_rank)
+
+
+class Parallel:
+    """The objective on its devices; `objective` itself keeps its names of parameters.
+
+    Changes `objective` in place (blocks are wrapped, compiled, sharded), so build the optimiser
+    afterwards, on `objective.network`.
+    """
+
+    def __init__(self, objective: Objective, place: Placement, run: Run) -> None:
+        self.objective = objective
+        objective.to(place.device).train()
+        self.place = place
+        self.bf16 = run.precision == "bf16"
+        self.gradient_factor = float(place.ranks)
+        blocks = [part for part in objective.modules() if type(part).__name__ in _BLOCKS]
+        shards = sharded_blocks(objective)
+        if run.activation_checkpointing:
+            checkpoint_blocks(objective.network)
+        if run.compile:
+            # Block by block: one compilation serves all of them, and names stay as they are.
+            for block in blocks:
+                block.compile()
+        self._forward: nn.Module = self.objective
+        if place.strategy == "ddp":
+            self._forward = DistributedDataParallel(
+                self.objective, broadcast_buffers=False, gradient_as_bucket_view=True
+            )
+        elif place.strategy != "single":
+            self._shard(shards)
+
+    def _shard(self, blocks: list[nn.Module]) -> None:
+        mesh = init_device_mesh(self.place.device.type, (self.place.ranks,))
+        low = torch.bfloat16 if self.bf16 else None
+        policy = MixedPrecisionPolicy(
+            param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+        whole = self.place.strategy != "zero3"
+        for block in blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not whole)
+        # The root's own weights are the first and the last that a pass needs.
+        fully_shard(self.objective, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+
+    def __call__(self, batch: dict[str, torch.Tensor]) -> Losses:
+        """Losses of one microbatch, in the precision of the run."""
+        with self.precision():
+            losses: Losses = self._forward(batch)
+        return losses
+
+    def precision(self) -> torch.autocast:
+        """Context in which the network runs: bf16 autocast or nothing."""
+        return torch.autocast(self.place.device.type, dtype=torch.bfloat16, enabled=self.bf16)
+
+    @contextlib.contextmanager
+    def microbatch(self, *, last: bool) -> Iterator[None]:
+        """Context of the forward and backward pass of one microbatch of a step.
+
+        Gradients of the ranks are combined after the last one; under zero2 and zero3 after each.
+        """
+        forward = self._forward
+        if isinstance(forward, DistributedDataParallel):
+            with contextlib.nullcontext() if last else forward.no_sync():
+                yield
+            return
+        if isinstance(forward, FSDPModule):
+            forward.set_is_last_backward(last)
+            forward.set_requires_gradient_sync(last or self.place.strategy != "zero1")
+            forward.set_reshard_after_backward(last or self.place.strategy == "zero3")
+        yield
+
+    def gradient_norm(self) -> float:
+        """L2 norm of the gradients of all parameters, over all ranks; the same on every rank."""
+        gradients = [
+            parameter.grad
+            for parameter in self.objective.parameters()
+            if parameter.grad is not None
+        ]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply every gradient by `factor`."""
+        for parameter in self.objective.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    def reshard(self) -> None:
+        """Give up weights that a pass without a backward one has left whole."""
+        for part in self.objective.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+
+def sharded_blocks(network: nn.Module) -> list[nn.Module]:
+    """The parts of `network` that FSDP2 gathers one by one; what remains it gathers as one."""
+    return [part for part in network.modules() if type(part).__name__ in _SHARDED_BLOCKS]
