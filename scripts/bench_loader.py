@@ -25,7 +25,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from models.errors import UserError
-from models.tokenizer import load_tokenizer, train_tokenizer
+from models.tokenizer import CLS_ID, SEP_ID, load_tokenizer, train_tokenizer
 from training import domains
 from training.examples import Cut, Example, ExampleBuilder, make_builder
 from training.recipe import TrainRecipe
@@ -204,7 +204,7 @@ def long_run(stream: ExampleStream, tokens: int) -> dict[str, Any]:
 def _tokens(example: Example) -> int:
     """Tokens of the text: those that are no [CLS] and no [SEP]."""
     ids = example.arrays["input_ids"]
-    return len(ids) - int(np.count_nonzero((ids == 2) | (ids == 3)))
+    return len(ids) - int(np.count_nonzero((ids == CLS_ID) | (ids == SEP_ID)))
 
 
 def _rss_bytes() -> int:

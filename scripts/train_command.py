@@ -24,9 +24,10 @@ def train(arguments: argparse.Namespace) -> int:
         return _dry_run(recipe, ranks or arguments.processes or 1, as_json=arguments.json)
     if arguments.processes and arguments.processes > 1:
         from training.launch import launch  # noqa: PLC0415
-        from training.prepare import prepare  # noqa: PLC0415
+        from training.prepare import prepare, strategy_of  # noqa: PLC0415
 
         prepare(recipe)  # a mistake is told once, before any rank starts
+        strategy_of(recipe.run, arguments.processes)
         return launch(_for_ranks(arguments), arguments.processes)
     from training.loop import train as run_training  # noqa: PLC0415
 

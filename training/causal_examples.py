@@ -63,7 +63,7 @@ class CausalExamples:
         """The next `sequence_length` tokens; nothing here is random, `key` changes nothing."""
         del key
         taken: list[np.ndarray] = []
-        missing = self._length
+        missing, begin = self._length, start
         finished = empty = 0
         for page in pages:
             if not len(page):
@@ -78,7 +78,7 @@ class CausalExamples:
             if not missing:
                 break
         if missing:
-            return ASK
+            return ASK._replace(start=begin)
         lengths = [len(part) for part in taken]
         documents = np.repeat(np.arange(len(taken), dtype=np.int32), lengths)
         arrays = {"input_ids": np.concatenate(taken), "document_ids": documents}

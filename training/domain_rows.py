@@ -191,7 +191,7 @@ class DomainRows:
         place = np.full(len(status), -1, np.int32)
         place[rows] = np.arange(len(rows), dtype=np.int32)
         if len(rows) < len(status):
-            texts = texts.take(pa.array(rows)) if len(rows) else pa.chunked_array([], pa.string())
+            texts = texts.take(_as_arrow(rows)) if len(rows) else pa.chunked_array([], pa.string())
         return _Group(status, place, texts)
 
     def _read(self, shard: int, number: int, more: list[str]) -> tuple[np.ndarray, pa.ChunkedArray]:
@@ -217,7 +217,7 @@ class DomainRows:
             status[apart] = _OTHER_SPLIT if self._split == "train" else _HERE
         if hosts:
             status[~hosts.holds(table["host"].to_pylist())] = _OTHER_HOST
-        return status, table["text"].fill_null("") if "text" in more else nothing
+        return status, table["text"] if "text" in more else nothing
 
     def _make_sure(self) -> None:
         """Raise EmptyDomain unless the domain has a page."""
@@ -233,10 +233,16 @@ class DomainRows:
         )
 
 
+def _as_arrow(rows: np.ndarray) -> pa.Array:
+    """`rows` as int32; pa.array() would import pandas first, which takes a second."""
+    buffer = pa.py_buffer(np.ascontiguousarray(rows, np.int32))
+    return pa.Array.from_buffers(pa.int32(), len(rows), [None, buffer])
+
+
 def _at(group: _Group, row: int) -> _Found:
     status = group.status[row]
     if status == _HERE:
-        return _Found(group.texts[int(group.place[row])].as_py())
+        return _Found(group.texts[int(group.place[row])].as_py() or "")
     if status == _DAMAGED:
         return _Found(None, DAMAGED_ROW_GROUP)
     return _Found(None, "held_out" if status == _OTHER_SPLIT else "")

@@ -34,9 +34,10 @@ def partial(target: Path) -> Path:
 
 
 def sweep(parent: Path) -> None:
-    """Remove the unfinished folders that killed runs left in `parent`."""
+    """Remove the unfinished folders and files that killed runs left in `parent`."""
     for path in parent.glob(f".*{PARTIAL_SUFFIX}"):
         shutil.rmtree(path, ignore_errors=True)
+    files.sweep(parent)
 
 
 def publish(temporary: Path, target: Path) -> None:

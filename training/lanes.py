@@ -21,7 +21,7 @@ import xxhash
 
 from models.errors import UserError
 from training.domain_rows import DomainRows, EmptyDomain
-from training.domains import Corpus
+from training.domains import Corpus, Domain
 from training.examples import Example, ExampleBuilder
 from training.order import mix
 from training.recipe import Data
@@ -31,6 +31,8 @@ _DRAW, _EXAMPLE, _ORDER = range(3)
 _ENCODED_PAGES = 256
 _ENCODED_BYTES = 1 << 20
 """Most pages, and about how many bytes of text, that are tokenised at once."""
+_AHEAD_BYTES = 32 << 20
+"""Text that waits tokenised, all domains together: half of what there may be."""
 _BARREN_PAGES = 10_000
 
 Cursors = dict[int, dict[int, tuple[int, int]]]
@@ -130,6 +132,10 @@ class Lanes:
         ]
         # Doubles with every call: the first example waits for one page to be tokenised.
         self._pages_at_once = [1] * len(corpus.domains)
+        self._most_pages = [
+            _most_pages(domain, weight / sum(weights))
+            for domain, weight in zip(corpus.domains, weights, strict=True)
+        ]
         self._cursors: list[dict[int, _Cursor]] = [{} for _ in corpus.domains]
         for lane in self._own_lanes:
             for number, (position, start) in cursors.get(lane, {}).items():
@@ -237,10 +243,7 @@ class Lanes:
     def _share_out(self, domain: int, lane: int) -> dict[int, int]:
         """How many pages to tokenise for which lane: the emptiest come first, after `lane`."""
         count = self._pages_at_once[domain]
-        shards = self._rows[domain].domain.shards
-        page_bytes = sum(shard.text_bytes for shard in shards) / self._rows[domain].domain.rows
-        most = max(1, min(_ENCODED_PAGES, int(_ENCODED_BYTES / max(page_bytes, 1))))
-        self._pages_at_once[domain] = min(2 * count, most)
+        self._pages_at_once[domain] = min(2 * count, self._most_pages[domain])
         allotted = {lane: 1}
         enough = 2 * -(-count // len(self._own_lanes))
         held = self._cursors[domain]
@@ -255,6 +258,13 @@ class Lanes:
             allotted[one] = allotted.get(one, 0) + 1
             count -= 1
         return allotted
+
+
+def _most_pages(domain: Domain, weight: float) -> int:
+    """Most pages of a domain to tokenise at once."""
+    page_bytes = max(1.0, sum(shard.text_bytes for shard in domain.shards) / domain.rows)
+    size = min(_ENCODED_BYTES, _AHEAD_BYTES * weight)
+    return max(1, min(_ENCODED_PAGES, int(size / page_bytes)))
 
 
 def _bounds(weights: Sequence[float]) -> list[int]:

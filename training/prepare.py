@@ -18,7 +18,7 @@ from training import identity
 from training.domains import Corpus, load_corpus, mixture
 from training.examples import ExampleBuilder, make_builder
 from training.folders import local
-from training.recipe import TrainRecipe
+from training.recipe import Run, TrainRecipe
 
 
 @dataclass(frozen=True)
@@ -65,3 +65,14 @@ def prepare(recipe: TrainRecipe) -> Prepared:
         builder=make_builder(recipe, tokenizer),
         identity=identity.identity(recipe, corpus, [float(weight) for weight in weights]),
     )
+
+
+def strategy_of(run: Run, ranks: int) -> str:
+    """The strategy that `ranks` processes use. Raises UserError."""
+    if run.strategy == "auto":
+        return "single" if ranks == 1 else "ddp"
+    if run.strategy == "single" and ranks > 1:
+        raise UserError(
+            f"run.strategy = 'single' on {ranks} processes: choose auto, ddp, zero1, zero2 or zero3"
+        )
+    return run.strategy

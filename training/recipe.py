@@ -57,9 +57,9 @@ class Data(Section):
     )
     readers: int = Field(0, ge=0, description="reader processes of each rank; 0: none of their own")
     cache_bytes: int = Field(
-        1 << 30, ge=1, description="decoded row groups kept in memory by each rank, all its readers "
-        "together; all that are mixed at once (16 MiB x window_row_groups x domains, divided by "
-        "ranks) should fit, or they are read again and again"
+        1 << 30, ge=1, description="decoded row groups that each rank keeps in memory, all its "
+        "readers together; what is mixed at once (16 MiB x window_row_groups x domains, divided "
+        "by ranks) should fit, or it is read again and again"
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 DAMAGED_SHARD = "damaged_shard"
 DAMAGED_ROW_GROUP = "damaged_row_group"
-_ENTRY_BYTES = 512  # about what Python's own objects take for a value that is held
+ENTRY_BYTES = 512  # about what Python's own objects take for a value that is held
 _FOOTERS_KEPT = 64  # each takes some 50 kB
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class Cache:
             value: T = found[0]
             return value
         value = make()
-        size = size_bytes(value) + _ENTRY_BYTES
+        size = size_bytes(value) + ENTRY_BYTES
         # What gives way goes before the new value counts, but the new one was made by then: the
         # peak is one value above `max_bytes`.
         while self._held and self.held_bytes + size > self.max_bytes:

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from models import files
 from models.errors import UserError
+from training import folders
 from training.recipe import TrainRecipe
 
 MANIFEST_FILE = "manifest.json"
@@ -134,6 +135,7 @@ def write(
     empty. Raises OSError.
     """
     folder = files.local_path(directory)
+    folders.sweep(folder)
     manifest = RunManifest(
         schema_version=SCHEMA_VERSION,
         tool_version=version("gristmill"),

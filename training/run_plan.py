@@ -17,9 +17,9 @@ from training import microbatches, sampler
 from training.domains import mixture
 from training.flops import flops_per_token, labelled_share
 from training.networks import network_config
-from training.prepare import Prepared
+from training.prepare import Prepared, strategy_of
 from training.recipe import TrainRecipe
-from training.strategy import sharded_blocks, strategy_of
+from training.strategy import sharded_blocks
 
 _PAGES = 16
 _CHARS = 100_000

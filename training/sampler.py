@@ -197,10 +197,11 @@ def held_out_examples(
         start = cut.start
         for _ in range(cut.finished):
             queue.popleft()
-        opened = max(1, opened - cut.finished) if cut.finished or cut.arrays else opened + 1
         if cut.arrays is not None:
             yield Example(index, domain, cut.arrays)
             index, opened = index + 1, 1
+        else:
+            opened = max(1, opened - cut.finished) if cut.finished else opened + 1
 
 
 def pages(corpus: Corpus, domain: int, *, data: Data, split: Split = "train") -> Iterator[str]:

@@ -37,6 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 from models.errors import UserError
 from training.networks import checkpoint_blocks
 from training.objectives import Losses, Objective
+from training.prepare import strategy_of
 from training.recipe import Run
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -112,17 +113,6 @@ def placed(run: Run) -> Iterator[Placement]:
         yield Placement(rank, ranks, device, strategy)
     finally:
         torch.distributed.destroy_process_group()
-
-
-def strategy_of(run: Run, ranks: int) -> str:
-    """The strategy that `ranks` processes use. Raises UserError."""
-    if run.strategy == "auto":
-        return "single" if ranks == 1 else "ddp"
-    if run.strategy == "single" and ranks > 1:
-        raise UserError(
-            f"run.strategy = 'single' on {ranks} processes: choose auto, ddp, zero1, zero2 or zero3"
-        )
-    return run.strategy
 
 
 def _device(run: Run, local_rank: int, local_ranks: int) -> torch.device:

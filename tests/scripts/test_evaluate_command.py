@@ -11,8 +11,8 @@ from scripts.cli import main
 from tests.training.corpora import make_corpus, random_pages
 from tests.training.tiny_checkpoints import save_checkpoint, write_table
 
-FAST = ["--set", "fine_tuning.epochs=1", "--set", "fine_tuning.seeds=[0, 1]",
-        "--set", "fine_tuning.learning_rates=[1e-3]", "--set", "fine_tuning.max_length=40"]  # fmt: skip
+_FAST = ("epochs=1", "seeds=[0, 1]", "learning_rates=[1e-3]", "max_length=40")
+FAST = [word for setting in _FAST for word in ("--set", f"fine_tuning.{setting}")]
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +107,7 @@ def test_mistakes(
     assert message in error[0]
 
 
+@pytest.mark.slow
 def test_every_shipped_task_learns_from_its_real_files(
     checkpoint: str, data_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,16 +73,20 @@ def window(parallel: Parallel) -> Window:
 
 
 def gradients(
-    parallel: Parallel, family: str, taken: Sequence[Example], *, of: int, microbatch: int, step: int
+    parallel: Parallel,
+    family: str,
+    taken: Sequence[Example],
+    *,
+    of: int,
+    microbatch: int,
+    step: int,
 ) -> microbatches.Passed:
     """Leave the gradient of a step of `of` examples, of which this rank has `taken`."""
     place = parallel.place
     number = microbatches.count(of, microbatch, place.ranks)
     dealt = microbatches.deal(taken, number, place.rank, place.ranks)
     batches = [collate(part) if part else microbatches.blank(family, LENGTH) for part in dealt]
-    return microbatches.gradients(
-        parallel, dealt, batches, window(parallel), seed=1, step=step
-    )
+    return microbatches.gradients(parallel, dealt, batches, window(parallel), seed=1, step=step)
 
 
 def whole(objective: Objective, *, gradient: bool) -> dict[str, Tensor]:

@@ -145,14 +145,17 @@ def test_unigram_entropy_and_bytes(place: Path) -> None:
     number = corpus.names.index("en")
     counts: Counter[int] = Counter()
     text = 0
+    seen = set()
     for example in sampler.held_out_examples(
         corpus, number, make_builder(recipe, tokenizer), data=recipe.data, limit=256
     ):
         ids = example.arrays["input_ids"].tolist()
+        seen.add(tuple(ids))
         counts.update(one for one in ids if one not in (0, 2, 3, 4))
         for one in ids[1:]:
             if one > 4:
                 text += len(str(tokenizer.id_to_token(one)).replace("\u2581", " ").encode())
+    assert len(seen) == held_out_ranks.losses(recipe, microbatch=4)["en"].examples < 256
     whole = counts.total()
     entropy = -sum(n / whole * math.log(n / whole) for n in counts.values())
     found = held_out_ranks.losses(recipe, microbatch=4)["en"]

@@ -162,7 +162,7 @@ def test_two_processes_stopped_by_a_signal_to_their_launcher(
     runs: Runs, whole: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "run"
-    run = runs.start(output, "--processes", "2", "run.strategy=zero1")
+    run = runs.start(output, "--processes=2", "run.strategy=zero1")
     run.wait_for_step(2)
     run.send(signal.SIGTERM)
     assert run.end() == 0, run.said()
@@ -214,15 +214,3 @@ def test_torchrun(runs: Runs, inputs: Inputs, whole: Path, tmp_path: Path) -> No
     assert newest(output) == f"step-{int(saved):08d}"
     runs.finish(output)
     close(output, whole)
-
-
-def test_a_run_in_progress_is_not_disturbed(runs: Runs, tmp_path: Path) -> None:
-    """Two runs in one folder would write over each other."""
-    output = tmp_path / "run"
-    first = runs.start(output)
-    first.wait_for_step(1)
-    second = runs.start(output)
-    assert second.end() == 2, second.said()
-    assert "another run" in second.said()
-    first.send(signal.SIGTERM)
-    assert first.end() == 0, first.said()

@@ -18,7 +18,7 @@ from tests.training.word_examples import WordExamples
 from training import row_groups, sampler
 from training.domains import load_corpus
 from training.recipe import Data
-from training.row_groups import Cache, RowGroups
+from training.row_groups import ENTRY_BYTES, Cache, RowGroups
 from training.sampler import ExampleStream
 
 
@@ -36,7 +36,7 @@ def test_the_cache_is_bounded_and_forgets_what_was_used_longest_ago(
             made.append(size)
             return size
 
-        value = cache.get(key, make, lambda size: size)
+        value = cache.get(key, make, lambda size: size - ENTRY_BYTES)
         assert bool(made) == (known is None)
         if known is None:
             held = [*held, (key, size)]
@@ -79,8 +79,8 @@ def test_a_small_cache_changes_nothing_but_the_work(
 
 
 def test_a_rank_holds_its_own_pages_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = make_corpus(tmp_path, {"bn": random_pages(512)}, row_group_rows=128, shard_rows=512)
-    settings = data(path, lanes=8)
+    path = make_corpus(tmp_path, {"bn": random_pages(512)}, row_group_rows=128, shard_rows=256)
+    settings = data(path, lanes=8, window_row_groups=1)
     corpus = load_corpus(settings)
     peaks: dict[int, int] = {}
     for ranks in (1, 8):

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.multiprocessing as mp
 
-from models.errors import UserError
 from tests.training.step_examples import curve, free_ports, rank_process
-from training.recipe import Run
-from training.strategy import placed, strategy_of
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 FAMILIES = ("albert", "decoder")
@@ -62,3 +58,33 @@ def test_two_ranks_are_one_process(two_ranks: list[Any], number: int) -> None:
         assert found.keys() == expected.keys()
         for name in expected:
             torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("asked", "ranks", "strategy"),
+    [("auto", 1, "single"), ("auto", 2, "ddp"), ("single", 1, "single"), ("zero3", 1, "zero3")],
+)
+def test_strategy(asked: Any, ranks: int, strategy: str) -> None:
+    assert strategy_of(Run(strategy=asked), ranks) == strategy
+
+
+def test_single_on_two_is_refused() -> None:
+    with pytest.raises(UserError, match="'single' on 2 processes"):
+        strategy_of(Run(strategy="single"), 2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here")
+def test_cuda_where_there_is_none() -> None:
+    with pytest.raises(UserError, match=r"run\.device=cpu"), placed(Run(device="cuda")):
+        pass
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_one_rank_of_any_strategy(strategy: str) -> None:
+    case = {"family": "decoder", "examples": 3, "microbatch": 2, "steps": 2}
+    losses, gradients, norms = curve(case | {"strategy": strategy})
+    alone_losses, alone_gradients, alone_norms = curve(case | {"strategy": "single"})
+    assert losses == pytest.approx(alone_losses, abs=1e-6)
+    assert norms == pytest.approx(alone_norms, rel=1e-5)
+    for name, expected in alone_gradients[0].items():
+        torch.testing.assert_close(gradients[0][name], expected, rtol=0, atol=1e-6, msg=name)

@@ -101,7 +101,7 @@ def held_out_losses(
 
 def token_bytes(tokenizer: Tokenizer) -> np.ndarray:
     """UTF-8 bytes that each id stands for (vocabulary,): a word's space counts one, a special
-    token none. Some bytes of a document that starts without a space are counted as one more."""
+    token and an unknown piece none. The space that is put before a document counts too."""
     sizes = np.zeros(tokenizer.get_vocab_size(), dtype=np.int64)
     for piece, index in tokenizer.get_vocab().items():
         if index not in (*_NO_TEXT, UNK_ID):

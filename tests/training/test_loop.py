@@ -1,0 +1,311 @@
+"""Whole runs on a tiny crawl: the same curve however the work is cut, stopped or spoilt."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from models.errors import Fault, UserError
+from tests.training import step_examples
+from tests.training.tiny_runs import Place, make_place, recipe, without_times
+from training import loop, microbatches
+from training.metrics import Clock
+from training.objectives import Objective
+from training.recipe import Run
+from training.strategy import Parallel, Placement
+
+ALONE = Placement(0, 1, torch.device("cpu"), "single")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return make_place(tmp_path_factory.mktemp("crawl"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests share the processor with each other."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+
+
+def run(place: Place, folder: Path, *fields: str, restart: bool = False) -> dict[str, Any]:
+    return loop.train(recipe(place, folder, *fields), quiet=True, restart=restart)
+
+
+def lines(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if kind in (None, line["kind"])]
+
+
+@pytest.mark.parametrize("family", ["albert", "decoder"])
+def test_microbatches_add_up_to_one_big_batch(family: str) -> None:
+    examples = step_examples.examples(family, 0, 7)
+    found = []
+    for microbatch in (7, 1, 2, 3):
+        parallel = Parallel(step_examples.objective(family), ALONE, Run())
+        passed = step_examples.gradients(
+            parallel, family, examples, of=7, microbatch=microbatch, step=0
+        )
+        gradient = step_examples.whole(parallel.objective, gradient=True)
+        found.append((passed.window.means()["loss"], gradient, passed.tokens))
+    big_loss, big_gradient, tokens = found[0]
+    assert tokens == sum(len(example.arrays["input_ids"]) for example in examples)
+    for loss, gradient, count in found[1:]:
+        assert count == tokens
+        assert loss == pytest.approx(big_loss, abs=1e-6)
+        for name, expected in big_gradient.items():
+            torch.testing.assert_close(gradient[name], expected, rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("family", ["albert", "decoder"])
+def test_blank_batch_has_no_gradient(family: str) -> None:
+    parallel = Parallel(step_examples.objective(family), ALONE, Run())
+    passed = step_examples.gradients(parallel, family, [], of=1, microbatch=1, step=0)
+    assert passed.tokens == 0
+    assert not passed.window.sums.any()
+    assert parallel.gradient_norm() == 0
+    step_examples.whole(parallel.objective, gradient=True)  # each parameter has one
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_deal_is_the_same_for_all_ranks(ranks: int) -> None:
+    examples = step_examples.examples("decoder", 22, 22)
+    number = microbatches.count(22, 3, ranks)
+    assert number == 8
+    dealt: dict[int, list[int]] = {}
+    for rank in range(ranks):
+        own = [example for example in examples if example.index % ranks == rank]
+        for place, part in enumerate(microbatches.deal(own, number, rank, ranks)):
+            dealt[rank + place * ranks] = [example.index for example in part]
+    assert dealt == {g: [i for i in range(22, 44) if i % 8 == g] for g in range(8)}
+
+
+def test_dropout_seeds_differ() -> None:
+    seeds = {
+        microbatches.dropout_seed(*key) for key in [(0, 0, 1), (0, 1, 0), (1, 0, 0), (0, 1, 1)]
+    }
+    assert len(seeds) == 4
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["albert", "decoder"])
+def test_names_of_parameters_stay(family: str, activation_checkpointing: bool) -> None:
+    plain = [name for name, _ in step_examples.objective(family).network.named_parameters()]
+    run = Run(activation_checkpointing=activation_checkpointing, compile=True)
+    parallel = Parallel(step_examples.objective(family), ALONE, run)
+    assert [name for name, _ in parallel.objective.network.named_parameters()] == plain
+
+
+@pytest.fixture(scope="module")
+def finished(place: Place, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    return folder, run(place, folder, "model.dropout=0.1")
+
+
+def test_run_says_what_it_did(finished: tuple[Path, dict[str, Any]]) -> None:
+    folder, summary = finished
+    assert summary["status"] == "finished"
+    assert (summary["step"], summary["examples"], summary["skipped_steps"]) == (8, 40, 0)
+    train = lines(folder, "train")
+    assert [line["step"] for line in train] == [3, 6, 8]
+    assert [line["examples"] for line in train] == [15, 30, 40]
+    assert train[-1]["tokens"] == summary["tokens"] > 0
+    # 8 steps, 2 of them warm-up: at the third line step 8 is taken at 1/6 of the rate.
+    assert train[-1]["learning_rate"] == pytest.approx(1e-2 / 6)
+    assert [line["step"] for line in lines(folder, "evaluation")] == [5, 8]
+    assert set(summary["evaluation"]["domains"]) == {"bn", "hi"}
+    assert set(train[0]["domains"]) == {"bn", "hi"}
+    assert train[-1]["loss"] < train[0]["loss"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "checkpoints", "manifest.json", "metrics.jsonl", "model",
+    ]  # fmt: skip
+
+
+def test_same_recipe_same_curve(
+    place: Place, finished: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder, _ = finished
+    run(place, tmp_path / "run", "model.dropout=0.1")
+    assert without_times(tmp_path / "run") == without_times(folder)
+    for name in ("manifest.json", "model/model.safetensors"):
+        assert (tmp_path / "run" / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_stopped_and_resumed_is_uninterrupted(
+    place: Place,
+    finished: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, _ = finished
+    taken = 0
+    count = Clock.step
+
+    def stop_in_step_4(self: Clock, *arguments: Any) -> None:
+        nonlocal taken
+        taken += 1
+        if taken == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        count(self, *arguments)
+
+    monkeypatch.setattr(Clock, "step", stop_in_step_4)
+    summary = run(place, tmp_path / "run", "model.dropout=0.1")
+    assert (summary["status"], summary["step"]) == ("stopped", 4)
+    assert summary["model"] is None
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 6, "loss": 9}\n{"kind": "tr')  # died later
+    assert run(place, tmp_path / "run", "model.dropout=0.1")["status"] == "finished"
+    assert without_times(tmp_path / "run") == without_times(folder)
+    for name in ("manifest.json", "model/model.safetensors"):
+        assert (tmp_path / "run" / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_finished_run_has_nothing_to_do(
+    place: Place, finished: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, summary = finished
+    monkeypatch.setattr(loop, "build_network", None)
+    again = run(place, folder, "model.dropout=0.1")
+    assert again["status"] == "already finished"
+    for name in ("step", "examples", "tokens", "evaluation", "model"):
+        assert again[name] == summary[name]
+
+
+def test_another_recipe_is_refused_and_restart_takes_over(place: Place, tmp_path: Path) -> None:
+    short = ("schedule.steps=3", "schedule.warmup_steps=1")
+    run(place, tmp_path / "run", *short)
+    with pytest.raises(UserError, match=r"model\.dropout = '0\.2' is '0\.0' there.*--restart"):
+        run(place, tmp_path / "run", *short, "model.dropout=0.2")
+    summary = run(place, tmp_path / "run", *short, "model.dropout=0.2", restart=True)
+    assert summary["status"] == "finished"
+    assert [line["step"] for line in lines(tmp_path / "run", "train")] == [3]
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_folder_of_something_else_is_left_alone(
+    place: Place, tmp_path: Path, restart: bool
+) -> None:
+    crawl = Path(place.manifest).parent
+    before = Path(place.manifest).read_bytes()
+    with pytest.raises(UserError, match=r"no manifest of a run.*--output"):
+        run(place, crawl, restart=restart)
+    assert Path(place.manifest).read_bytes() == before
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.txt").write_text("mine")
+    with pytest.raises(UserError, match="'model' that no run"):
+        run(place, tmp_path, restart=restart)
+    assert (tmp_path / "model" / "mine.txt").read_text() == "mine"
+
+
+def _spoil(monkeypatch: pytest.MonkeyPatch, spoilt: Callable[[int], bool]) -> None:
+    """Let the first example of every microbatch of some steps have an infinite loss."""
+    compute = Objective.forward
+    calls = 0
+
+    def forward(self: Objective, batch: Any) -> Any:
+        nonlocal calls
+        losses = compute(self, batch)
+        if not self.training:
+            return losses
+        step, calls = calls // 3, calls + 1  # 5 examples in microbatches of 2: 3 in a step
+        if not spoilt(step):
+            return losses
+        factors = torch.ones_like(losses.sums)
+        factors[:, 0] = torch.inf
+        return losses._replace(sums=losses.sums * factors)
+
+    monkeypatch.setattr(Objective, "forward", forward)
+
+
+def test_infinite_step_is_skipped_and_named(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _spoil(monkeypatch, lambda step: step in (1, 4))
+    summary = run(place, tmp_path / "run", "run.max_skipped_steps=2")
+    assert (summary["status"], summary["step"], summary["skipped_steps"]) == ("finished", 8, 2)
+    first, second = lines(tmp_path / "run", "skipped")
+    # Microbatch g of a step has the examples i with i % 3 == g.
+    assert (first["step"], first["examples"], first["in_a_row"]) == (2, [5, 9], 1)
+    assert first["non_finite_losses"] == [5, 6, 7]
+    assert (second["step"], second["non_finite_losses"], second["in_a_row"]) == (5, [20, 21, 22], 1)
+    assert all(line["loss"] < 7 for line in lines(tmp_path / "run", "train"))
+    assert lines(tmp_path / "run", "train")[-1]["skipped_steps"] == 2
+
+
+def test_too_many_infinite_steps_end_the_run(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _spoil(monkeypatch, lambda step: step >= 5)
+    with pytest.raises(Fault, match=r"2 steps in a row, up to step 7, .*learning_rate") as caught:
+        run(place, tmp_path / "run", "run.max_skipped_steps=2", "checkpoint.every=2")
+    assert "\n" not in str(caught.value)
+    assert [line["in_a_row"] for line in lines(tmp_path / "run", "skipped")] == [1, 2]
+    # The checkpoint of step 6 has the weights of step 5: the skipped step changed nothing.
+    latest = tmp_path / "run" / "checkpoints" / "latest"
+    assert latest.read_text().strip() == "step-00000006"
+    monkeypatch.undo()
+    assert run(place, tmp_path / "run", "run.max_skipped_steps=2", "checkpoint.every=2")[
+        "skipped_steps"
+    ] == 1  # fmt: skip
+
+
+def test_skipped_step_leaves_the_weights(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _spoil(monkeypatch, lambda step: step >= 2)
+    fields = ("checkpoint.every=1", "checkpoint.keep=9", "run.max_skipped_steps=3")
+    with pytest.raises(Fault):
+        run(place, tmp_path / "run", *fields)
+    folders = [tmp_path / "run" / "checkpoints" / f"step-0000000{step}" for step in (1, 2, 3, 4)]
+    one, two, *skipped = [load_file(next(folder.glob("shard-*"))) for folder in folders]
+    assert not all(torch.equal(one[name], two[name]) for name in two)
+    for later in skipped:
+        assert later.keys() == two.keys()
+        assert all(torch.equal(later[name], two[name]) for name in two)
+
+
+def test_clipping_bounds_the_gradient() -> None:
+    parallel = Parallel(step_examples.objective("decoder"), ALONE, Run())
+    examples = step_examples.examples("decoder", 0, 4)
+    step_examples.gradients(parallel, "decoder", examples, of=4, microbatch=4, step=0)
+    norm = parallel.gradient_norm()
+    flat = torch.cat([one.flatten() for one in
+                      step_examples.whole(parallel.objective, gradient=True).values()])  # fmt: skip
+    assert norm == pytest.approx(float(flat.double().norm()), rel=1e-5)
+    parallel.scale_gradients(0.5 / norm)
+    assert parallel.gradient_norm() == pytest.approx(0.5, rel=1e-5)
+
+
+def test_bf16_follows_fp32(place: Place, tmp_path: Path) -> None:
+    fields = ("schedule.steps=3", "schedule.warmup_steps=1", "run.log_every=1")
+    run(place, tmp_path / "fp32", *fields)
+    run(place, tmp_path / "bf16", *fields, "run.precision=bf16")
+    exact, rough = (
+        [line["loss"] for line in lines(tmp_path / name, "train")] for name in ("fp32", "bf16")
+    )
+    assert rough != exact
+    assert rough == pytest.approx(exact, abs=0.05)
+
+
+@pytest.mark.slow  # compiles C++
+@pytest.mark.parametrize("family", ["albert", "decoder"])
+def test_compiled_run_is_the_plain_one(place: Place, tmp_path: Path, family: str) -> None:
+    fields = (f"model.family={family}", "schedule.steps=3", "schedule.warmup_steps=1",
+              "run.log_every=1", "checkpoint.every=2")  # fmt: skip
+    run(place, tmp_path / "plain", *fields)
+    more = ("run.compile=true", "run.activation_checkpointing=true")
+    run(place, tmp_path / "compiled", *fields, *more)
+    plain, compiled = (
+        [line["loss"] for line in lines(tmp_path / name, "train")] for name in ("plain", "compiled")
+    )
+    assert compiled == pytest.approx(plain, abs=1e-4)
