@@ -25,12 +25,13 @@ class AlbertShape(NamedTuple):
 
 SHAPES: dict[str, AlbertShape] = {
     "tiny": AlbertShape(embedding=32, hidden=64, layers=2, heads=2, feed_forward=128),
-    "small": AlbertShape(embedding=128, hidden=256, layers=4, heads=4, feed_forward=1024),
+    "small": AlbertShape(embedding=128, hidden=128, layers=4, heads=2, feed_forward=512),
     # albert-base-v2 and albert-large-v2 (Lan et al. 2020, table 1).
     "base": AlbertShape(embedding=128, hidden=768, layers=12, heads=12, feed_forward=3072),
     "large": AlbertShape(embedding=128, hidden=1024, layers=24, heads=16, feed_forward=4096),
 }
-"""`tiny` is for tests; `small` learns on two processor cores within minutes."""
+"""`tiny` is for tests. `small` is for minutes on two processor cores: with 256 channels a step took
+2.6 times as long, and the masked-token loss after 500 steps was the same (Bengali, 2026-12)."""
 
 
 def albert_config(

@@ -40,6 +40,7 @@ __all__ = [
     "SPECIAL_TOKENS",
     "UNK_ID",
     "VOCABULARY_SIZE",
+    "check_output",
     "load_tokenizer",
     "profile_of",
     "save_tokenizer",
@@ -56,6 +57,7 @@ SMALLEST_VOCABULARY = len(SPECIAL_TOKENS) + 1
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 MANIFEST_FILE = "manifest.json"
+_KIND = "tokenizer-unigram"
 SPACE = "▁"
 _JOINERS = "\u200c\u200d"
 
@@ -121,6 +123,28 @@ def train_tokenizer(
     return tokenizer
 
 
+def check_output(directory: str | os.PathLike[str]) -> None:
+    """Raises UserError where the folder `directory` cannot become a tokenizer's: it is a file, or
+    holds the manifest of something else, as a mined crawl, which would be lost."""
+    place = files.join(directory, MANIFEST_FILE)
+    try:
+        kind = json.loads(files.read_bytes(place)).get("kind")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(
+            f"'{os.fspath(directory)}' cannot be the tokenizer's folder ({error.strerror or error})"
+            ": give another --output"
+        ) from error
+    except (ValueError, AttributeError):
+        kind = None
+    if kind != _KIND:
+        raise UserError(
+            f"'{os.fspath(directory)}' holds the {MANIFEST_FILE} of something else, not of a "
+            "tokenizer: give another --output"
+        )
+
+
 def save_tokenizer(
     tokenizer: Tokenizer, directory: str | os.PathLike[str], manifest: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -129,6 +153,7 @@ def save_tokenizer(
     `tokenizer.json`, `tokenizer_config.json` and, last, `manifest.json`: what `manifest` says,
     with the profile, the vocabulary's size and the digest of `tokenizer.json`. Each file is written
     whole or not at all; without its manifest a folder is unfinished. Returns the manifest.
+    Raises UserError for a folder of something else.
     """
     profile = profile_of(tokenizer)
     pad, unk, cls, sep, mask = SPECIAL_TOKENS
@@ -148,12 +173,13 @@ def save_tokenizer(
         "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
         "normaliser_profile": profile,
     }
+    check_output(directory)
     files.remove(files.join(directory, MANIFEST_FILE))
     place = files.join(directory, TOKENIZER_FILE)
     files.write_atomic(place, tokenizer.to_str(pretty=True))
     _write_json(files.join(directory, CONFIG_FILE), config)
     facts = {
-        "kind": "tokenizer-unigram",
+        "kind": _KIND,
         "profile": profile,
         "vocab_size": tokenizer.get_vocab_size(),
         "sha256": files.sha256_file(place),

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from models import files
 from models.errors import Fault, UserError
+from pipelines import lock
 from pipelines.index import INDEX_FILE, index_xxh3
 from pipelines.manifest import MANIFEST_FILE, read_manifest
 from pipelines.plan import Plan
@@ -27,7 +26,6 @@ from pipelines.timings import TIMINGS_FILE
 
 _CLAIM_FILE = "run.json"
 _LOCK_FILE = "run.lock"
-_LOCK_TRIES = 20
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
 
@@ -169,34 +167,12 @@ def _lock(stack: contextlib.ExitStack, plan: Plan) -> None:
     directory = plan.recipe.output.directory
     if not files.is_local(directory):
         return
-    path = files.local_path(_folder(plan)) / _LOCK_FILE
-    for _ in range(_LOCK_TRIES):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            descriptor = os.open(path, os.O_CREAT | os.O_RDWR)
-        except FileNotFoundError:
-            continue  # a run that ended has just removed the folder
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            break
-        except OSError:
-            pass  # this file system has no locks
-        if _is_at(descriptor, path):
-            stack.callback(os.close, descriptor)
-            return
-        os.close(descriptor)  # the lock of a file that was removed guards nothing
-    raise UserError(
-        f"another run is at work in output '{directory}': wait for it, or choose another folder"
-    )
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except OSError:
-        return False
+    descriptor = lock.take(files.local_path(_folder(plan)) / _LOCK_FILE)
+    if descriptor is None:
+        raise UserError(
+            f"another run is at work in output '{directory}': wait for it, or choose another folder"
+        )
+    stack.callback(os.close, descriptor)
 
 
 def _check_folder(folder: str) -> None:

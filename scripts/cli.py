@@ -8,10 +8,11 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from models.errors import Fault, UserError
+from scripts.arguments import parse
 
 if TYPE_CHECKING:
     from pipelines.plan import Plan
@@ -21,6 +22,11 @@ EXIT_FAULT = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 _EXIT_BY_SIGNAL = 128
+# What the extra `train` brings, and mining does without.
+_TRAINING_PACKAGES = frozenset(
+    {"datasets", "safetensors", "seqeval", "sklearn", "tensorboard", "tokenizers", "torch",
+     "transformers"}
+)  # fmt: skip
 _STOPPED = "gristmill: stopped; run the same command again to go on"
 
 
@@ -120,7 +126,7 @@ def crawl(arguments: argparse.Namespace) -> int:
 
 
 def inspect(arguments: argparse.Namespace) -> int:
-    """Show a mined crawl (the funnel), a Parquet shard, or a WET file.
+    """Show a mined crawl (the funnel), a training run, a Parquet shard, or a WET file.
 
     --html writes one page with charts, tables and pages to read; it needs no network.
 
@@ -219,189 +225,26 @@ def _stopped_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="gristmill",
-        allow_abbrev=False,
-        description="From raw Common Crawl text to a trained language model.",
-    )
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-
-    verb = _verb(verbs, mine)
-    verb.add_argument("recipe", metavar="RECIPE")
-    verb.add_argument("--set", action="append", default=[], metavar="SECTION.FIELD=VALUE",
-                      help="override one field of the recipe; may be repeated")  # fmt: skip
-    verb.add_argument("--input", action="append", metavar="PATH", help="short for input.paths")
-    verb.add_argument("--output", metavar="DIR", help="short for output.directory")
-    verb.add_argument("--workers", type=_positive, metavar="N", help="local processes")
-    verb.add_argument("--max-failed-shards", metavar="N|P%",
-                      help="inputs that may fail (1%%)")  # fmt: skip
-    verb.add_argument("--progress", choices=["auto", "none", "json"], default="auto",
-                      help="auto: live on a terminal; json: an object a line")  # fmt: skip
-    verb.add_argument("--restart", action="store_true", help="throw an earlier run's files away")
-    verb.add_argument("--dry-run", action="store_true", help="print the recipe and the plan only")
-    verb.add_argument(
-        "--json", action="store_true", help="print the manifest, or the plan, as JSON"
-    )
-
-    verb = _verb(verbs, crawl)
-    verb.add_argument("source", metavar="SNAPSHOT")
-    verb.add_argument("--output", metavar="DIR", default="wet",
-                      help="folder of crawl.json and of downloads (default: wet)")  # fmt: skip
-    verb.add_argument("--base-url", metavar="URL", default="https://data.commoncrawl.org")
-    verb.add_argument("--num-shards", type=_positive, metavar="N", help="group files as CCNet does")
-    verb.add_argument("--segments-per-shard", type=_positive, metavar="N", default=-1,
-                      help="take the first N files of each shard only")  # fmt: skip
-    verb.add_argument("--sample", type=_positive, metavar="N", help="N files spread over the crawl")
-    verb.add_argument("--seed", type=int, default=0, help="of --sample (default: 0)")
-    verb.add_argument("--download", type=_positive, nargs="?", const=0, metavar="N",
-                      help="fetch the files, or the first N of them")  # fmt: skip
-    verb.add_argument("--json", action="store_true", help="print the crawl manifest")
-
-    verb = _verb(verbs, inspect)
-    verb.add_argument("target", metavar="MANIFEST_OR_SHARD")
-    verb.add_argument("--verify", action="store_true", help="check every sum and digest")
-    verb.add_argument("--sample", nargs="*", metavar="COLUMN=VALUE",
-                      help="print pages; columns language, bucket, host")  # fmt: skip
-    verb.add_argument("--html", metavar="FILE", help="write the report as one HTML page")
-    verb.add_argument("-n", type=_positive, default=3, metavar="N", help="how many pages (3)")
-    verb.add_argument("--json", action="store_true", help="for programs")
-
-    verb = _verb(verbs, models)
-    _model_actions(verb)
-
-    verb = _verb(verbs, train)
-    _train_arguments(verb)
-
-    verb = _verb(verbs, evaluate)
-    verb.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT")
-    verb.add_argument("task", metavar="TASK")
-    verb.add_argument("--data", action="extend", nargs="+", metavar="PATH",
-                      help="held-out: mined crawls; a task: the folder of its files")  # fmt: skip
-    verb.add_argument("--set", action="append", default=[], metavar="SECTION.FIELD=VALUE",
-                      help="override one field of the recipe; may be repeated")  # fmt: skip
-    verb.add_argument("--output", metavar="DIR",
-                      help="folder of the results; runs in it are not repeated")  # fmt: skip
-    verb.add_argument("--no-random-baseline", action="store_true",
-                      help="leave out the randomly initialised models")  # fmt: skip
-    verb.add_argument("--json", action="store_true", help="for programs")
-
-    verb = _verb(verbs, export)
-    verb.add_argument("source", metavar="RUN_OR_CHECKPOINT")
-    verb.add_argument("--output", metavar="DIR", required=True, help="new folder of the model")
-    verb.add_argument("--json", action="store_true", help="print the files' SHA-256")
-
-    verb = _verb(verbs, demo)
-    verb.add_argument("directory", nargs="?", default="out/demo", metavar="DIR")
-    verb.add_argument("--workers", type=_positive, metavar="N", help="local processes")
-    return parser
+_VERBS = (mine, crawl, inspect, models, train, evaluate, export, demo)
 
 
-def _train_arguments(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("recipe", metavar="RECIPE")
-    verb.add_argument("--data", action="extend", nargs="+", metavar="MANIFEST",
-                      help="mined crawls; short for data.manifests")  # fmt: skip
-    verb.add_argument("--tokenizer", metavar="DIR", help="short for model.tokenizer")
-    verb.add_argument("--output", metavar="DIR", help="short for output.directory")
-    verb.add_argument("--set", action="append", default=[], metavar="SECTION.FIELD=VALUE",
-                      help="override one field of the recipe; may be repeated")  # fmt: skip
-    verb.add_argument("--processes", type=_positive, metavar="N", help="ranks on this machine (1)")
-    verb.add_argument("--restart", action="store_true", help="throw an earlier run's files away")
-    verb.add_argument("--dry-run", action="store_true", help="print the recipe and the plan only")
-    verb.add_argument("--json", action="store_true", help="print the summary, or the plan, as JSON")
-
-
-def _model_actions(verb: argparse.ArgumentParser) -> None:
-    actions = verb.add_subparsers(dest="action", required=True, metavar="ACTION")
-    action = actions.add_parser("list", help="registered models, and which are here")
-    action.add_argument("--json", action="store_true", help="for programs")
-    action = actions.add_parser("fetch", help="download registered models")
-    action.add_argument("names", nargs="+", metavar="NAME")
-    action.add_argument("--trust-first-use", action="store_true",
-                        help="accept an unknown SHA-256 and remember it")  # fmt: skip
-    actions.add_parser("verify", help="check the digest of every model that is here")
-    actions.add_parser("build-kenlm", help="build lmplz and build_binary, once")
-    for name, what in (("train-sentencepiece", "SentencePiece unigram"), ("train-ngram", "KenLM")):
-        action = actions.add_parser(name, help=f"train a {what} model from plain text")
-        action.add_argument("texts", nargs="+", metavar="TEXT", help="files, a paragraph a line")
-        action.add_argument("--language", required=True, metavar="CODE")
-        action.add_argument("--output", required=True, metavar="DIR")
-        action.add_argument("--profile", choices=["unicode", "ccnet"], default="unicode",
-                            help="text normalisation; the recipe's quality.profile")  # fmt: skip
-        if name == "train-sentencepiece":
-            action.add_argument("--vocab-size", default="auto", metavar="N",
-                                help="pieces, or 'auto': as many as the text allows")  # fmt: skip
-        else:
-            action.add_argument("--order", type=_positive, default=5, metavar="N")
-    _train_tokenizer_action(actions)
-
-
-def _train_tokenizer_action(actions: argparse._SubParsersAction) -> None:  # type: ignore[type-arg]
-    action = actions.add_parser(
-        "train-tokenizer",
-        help="train the tokenizer of the models to train, from mined crawls",
-        epilog="example: gristmill models train-tokenizer out/mined --languages bn "
-        "--profile bn-v2 --output out/tokenizer",
-    )
-    action.add_argument("manifests", nargs="+", metavar="MANIFEST",
-                        help="mined crawls: folders or manifest.json")  # fmt: skip
-    action.add_argument("--output", required=True, metavar="DIR")
-    action.add_argument("--vocab-size", default="32000", metavar="N",
-                        help="pieces (32000), or 'auto': as many of these as the text "
-                        "allows")  # fmt: skip
-    action.add_argument("--profile", default="default", metavar="P",
-                        help="normalisation: default, default-lower, bn, bn-v2")  # fmt: skip
-    action.add_argument("--by", nargs="+", choices=["language", "bucket", "source"],
-                        default=["language"],
-                        help="what tells domains apart (language)")  # fmt: skip
-    action.add_argument("--languages", nargs="+", default=[], metavar="CODE", help="these only")
-    action.add_argument("--weights", nargs="+", default=["smoothed"], metavar="W",
-                        help="shares of the domains: smoothed (to the root of the characters), "
-                        "proportional, uniform, a weights file, or DOMAIN=SHARE for "
-                        "each")  # fmt: skip
-    action.add_argument("--sample-chars", type=_positive, default=50_000_000, metavar="N",
-                        help="characters to train on, at most about (50000000)")  # fmt: skip
-    action.add_argument("--character-coverage", type=float, metavar="SHARE",
-                        help="of the text, by the alphabet; the rest is [UNK] (all, or 0.9995 "
-                        "where the characters are many)")  # fmt: skip
-    action.add_argument("--held-out", type=float, default=0.01, metavar="SHARE",
-                        help="pages left out, as data.held_out of the recipe (0.01)")  # fmt: skip
-    action.add_argument("--seed", type=_natural, default=0, metavar="N", help="of the sample (0)")
-    action.add_argument("--json", action="store_true", help="print the manifest as JSON")
-
-
-def _verb(verbs: argparse._SubParsersAction, function: Callable) -> argparse.ArgumentParser:  # type: ignore[type-arg]
-    name = function.__name__
-    text = (function.__doc__ or "").strip()
-    parser: argparse.ArgumentParser = verbs.add_parser(
-        name,
-        allow_abbrev=False,
-        help=text.split("\n", 1)[0],
-        description="\n".join(line.strip() for line in text.split("\n")),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(function=function)
-    return parser
+def _run(parsed: argparse.Namespace) -> int:
+    """The verb's exit code. Raises UserError where it needs a package that only `train` brings."""
+    try:
+        return int(parsed.function(parsed))
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _TRAINING_PACKAGES:
+            raise
+        command = f"models {parsed.action}" if parsed.verb == "models" else parsed.verb
+        raise UserError(
+            f"'gristmill {command}' needs the package '{package}', which is not installed: "
+            "pip install 'gristmill[train]'"
+        ) from None
 
 
 def _line(error: Exception, kind: str = "") -> str:
     return f"gristmill: {kind}{error}".replace("\n", "\\n")
-
-
-def _positive(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of 1 or more")
-    return number
-
-
-def _natural(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number of 0 or more")
-    return int(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -411,13 +254,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     beam: list[str] = []
     if "--" in words:
         words, beam = words[: words.index("--")], words[words.index("--") + 1 :]
-    parser = _parser()
-    parsed = parser.parse_args(words)
-    parsed.beam = beam
-    if beam and parsed.verb != "mine":
-        parser.error(f"'-- {' '.join(beam)}': only mine passes options to Beam")
     try:
-        return int(parsed.function(parsed))
+        parsed = parse(_VERBS, words)
+        parsed.beam = beam
+        if beam and parsed.verb != "mine":
+            raise UserError(f"'-- {' '.join(beam)}': only mine passes options to Beam")
+        return _run(parsed)
     except UserError as error:
         print(_line(error), file=sys.stderr)
         return EXIT_USER_ERROR

@@ -26,6 +26,7 @@ from pipelines.manifest import (
 from pipelines.regroup import PAGES
 from pipelines.report import funnel, size
 from pipelines.wet import Record, WetReader
+from scripts.run_inspection import inspect_run, is_run
 
 _PREVIEW_CHARS = 600
 _BATCH_ROWS = 1000
@@ -44,6 +45,12 @@ def inspect(
     something wrong."""
     if not files.exists(target):
         raise UserError(f"nothing at '{target}': give a manifest, a mined folder, a shard or a WET")
+    if is_run(target):
+        if verify or sample is not None or html is not None:
+            raise UserError(
+                f"'{target}' is a training run: --verify, --sample and --html need a mined folder"
+            )
+        return inspect_run(target, as_json=as_json)
     is_manifest = target.endswith(".json") or files.exists(files.join(target, MANIFEST_FILE))
     if (verify or sample is not None) and not is_manifest and not target.endswith(".parquet"):
         raise UserError(f"--verify and --sample need a mined folder, '{target}' is none")

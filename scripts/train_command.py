@@ -89,5 +89,5 @@ def _report(summary: dict[str, Any]) -> str:
     if summary["model"]:
         lines.append(f"model: {summary['model']}")
     elif summary["status"] == "stopped":
-        lines.append("saved; run the same command again to go on")
+        lines.append(f"{'saved; ' * bool(summary['step'])}run the same command again to go on")
     return "\n".join(lines)

@@ -17,15 +17,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
+from models.errors import Fault
 from models.tokenizer import CLS_ID, SEP_ID, SPACE, UNK_ID, word_starts
 from training.examples import ASK, IGNORED, Cut, plain_tokenizer
-from training.masking import Masking, random_words
+from training.masking import Masking
+from training.order import mix
 from training.recipe import Examples
 from training.sentences import sentences
 
@@ -34,6 +36,10 @@ MAX_WORD_TOKENS = 8
 MIN_LONE_TOKENS = 16
 """A shorter sentence that is alone makes no pair of segments."""
 _SPECIAL_TOKENS = 3
+_LOW = 2**32 - 1
+_ORDER = 1  # mix(key) itself is the first number that masks a word
+_BORDER = "\ufdd0"
+"""Between sentences while they are tokenised: a code point that is no character."""
 
 
 class Page(NamedTuple):
@@ -42,13 +48,27 @@ class Page(NamedTuple):
     ids: np.ndarray
     """(tokens,) int32, without special tokens (but [UNK])."""
     sizes: np.ndarray
-    """(words,) int32: the tokens of what is masked as one."""
+    """(words,) uint8: the tokens of what is masked as one."""
     costs: np.ndarray
-    """(words,) int32: the same, but 0 for a word with [UNK] in it, which is never masked."""
+    """(words,) uint8: the same, but 0 for a word with [UNK] in it, which is never masked."""
     ends: list[int]
     """Token at which each sentence, or piece of one, ends."""
     word_ends: list[int]
     """Word at which it ends."""
+
+
+class Plan(NamedTuple):
+    """An example before it is masked: where it stands in its page, and how it is divided."""
+
+    page: Page
+    tokens: slice
+    words: slice
+    border: int
+    """B's first token, counted from A's first."""
+    wall: int
+    """B's first word."""
+    swapped: bool
+    key: int
 
 
 class AlbertExamples:
@@ -60,6 +80,11 @@ class AlbertExamples:
     def __init__(self, tokenizer: Tokenizer, examples: Examples) -> None:
         self._made_of = tokenizer, examples
         self._tokenizer = plain_tokenizer(tokenizer)
+        # A sentence of its own costs a tokenizer 20 us. So a page is normalised as a whole, and
+        # cut at this mark before it is cut into words: each sentence gets the tokens that it has
+        # alone.
+        self._tokenizer.add_tokens([AddedToken(_BORDER, normalized=True, lstrip=True, rstrip=True)])
+        self._border_id = self._tokenizer.token_to_id(_BORDER)
         self._room = examples.sequence_length - _SPECIAL_TOKENS
         self._swapped = int(examples.swapped * 2**32)
         self._masking = Masking(examples, tokenizer.get_vocab_size())
@@ -80,20 +105,14 @@ class AlbertExamples:
 
     def encode(self, texts: Sequence[str]) -> list[Page]:
         """One `Page` a text; without tokens for a text without any."""
-        pages = [sentences(text) for text in texts]
-        encodings = self._tokenizer.encode_batch_fast(
-            list(chain.from_iterable(pages)), add_special_tokens=False
-        )
-        lists = [encoding.ids for encoding in encodings]
-        lengths = [len(tokens) for tokens in lists]
-        ids = np.fromiter(chain.from_iterable(lists), np.int32, sum(lengths))
+        pages = [sentences(text.replace(_BORDER, " ")) for text in texts]
+        ids, sentence_ends = self._tokens(pages)
         if not len(ids):
             nothing = np.empty(0, np.int32)
             return [Page(nothing, nothing, nothing, [], []) for _ in texts]
         # All pages at once: where words begin; then where sentences, and pieces of them, end.
         starts = self._word_starts[ids]
         starts[1:] |= self._alone[ids[:-1]]
-        sentence_ends = list(accumulate(lengths))
         _split_chains(starts, sentence_ends)
         page_ends: list[list[int]] = []
         sentence = 0
@@ -107,8 +126,8 @@ class AlbertExamples:
             )
             sentence += len(page)
         firsts = np.flatnonzero(starts)
-        sizes = np.diff(firsts, append=len(ids)).astype(np.int32)
-        costs = np.where(np.logical_or.reduceat(ids == UNK_ID, firsts), np.int32(0), sizes)
+        sizes = np.diff(firsts, append=len(ids)).astype(np.uint8)  # MAX_WORD_TOKENS at most
+        costs = np.where(np.logical_or.reduceat(ids == UNK_ID, firsts), np.uint8(0), sizes)
         word_ends = np.searchsorted(firsts, list(chain.from_iterable(page_ends))).tolist()
 
         found: list[Page] = []
@@ -130,6 +149,21 @@ class AlbertExamples:
             token, word = token_stop, word_stop
         return found
 
+    def _tokens(self, pages: list[list[str]]) -> tuple[np.ndarray, list[int]]:
+        """Tokens of all sentences of all pages, and where each sentence ends."""
+        encodings = self._tokenizer.encode_batch_fast(
+            [_BORDER.join([*page, ""]) for page in pages], add_special_tokens=False
+        )
+        lists = [encoding.ids for encoding in encodings]
+        ids = np.fromiter(chain.from_iterable(lists), np.int32, sum(map(len, lists)))
+        borders = np.flatnonzero(ids == self._border_id)
+        if len(borders) != sum(map(len, pages)):
+            raise Fault(
+                "the tokenizer's normaliser changes U+FDD0, and with it the sentences; "
+                "take a tokenizer that 'gristmill models train-tokenizer' made"
+            )
+        return np.delete(ids, borders), (borders - np.arange(len(borders))).tolist()
+
     def _pieces(self, start: int, ends: list[int], starts: np.ndarray) -> list[int]:
         """`ends` without empty sentences, and with more where one has over half the room.
 
@@ -150,8 +184,9 @@ class AlbertExamples:
                 start = end
         return pieces
 
-    def cut(self, pages: Sequence[Page], start: int, key: int) -> Cut:
+    def cut(self, pages: Sequence[Page], start: int, key: int, *, last: bool = False) -> Cut:
         """The next sentences of the first page; `start` counts sentences (pieces) used."""
+        del last  # an example is of one page: none waits for the next one
         if not pages:
             return ASK
         page = pages[0]
@@ -165,11 +200,12 @@ class AlbertExamples:
         if sentence_count - stop == 1 and stop - start > 2:
             stop -= 1
         tokens, words = _span(page, start, stop)
-        random = self._random(tokens, key)
-        middle = start + (int(random[0]) * (stop - start - 1) >> 32)
+        random = mix(key)
+        middle = start + ((random >> 32) * (stop - start - 1) >> 32)
         border, wall = ends[middle] - tokens.start, page.word_ends[middle] - words.start
-        arrays = self._example(page, tokens, words, border=border, wall=wall, random=random)
-        return Cut(arrays, 1, 0) if stop == sentence_count else Cut(arrays, 0, stop)
+        swapped = random & _LOW < self._swapped
+        plan = Plan(page, tokens, words, border, wall, swapped, key)
+        return Cut(plan, 1, 0) if stop == sentence_count else Cut(plan, 0, stop)
 
     def _lone(self, page: Page, start: int, key: int) -> Cut:
         """The page's last sentence, with no other to pair it with."""
@@ -178,54 +214,70 @@ class AlbertExamples:
         if size < MIN_LONE_TOKENS:
             return Cut(None, 1, 0, ("last_sentence" if start else "one_sentence",))
         # Two words at least: none is as long as MIN_LONE_TOKENS.
-        borders = np.cumsum(page.sizes[words])[:-1]
+        borders = np.cumsum(page.sizes[words], dtype=np.int64)[:-1]
         nearest = int(np.argmin(np.abs(borders - size // 2)))
-        arrays = self._example(
-            page,
-            tokens,
-            words,
-            border=int(borders[nearest]),
-            wall=nearest + 1,
-            random=self._random(tokens, key),
-        )
-        return Cut(arrays, 1, 0)
+        swapped = mix(key) & _LOW < self._swapped
+        border = int(borders[nearest])
+        return Cut(Plan(page, tokens, words, border, nearest + 1, swapped, key), 1, 0)
 
-    def _random(self, tokens: slice, key: int) -> np.ndarray:
-        return random_words(key, 2 + self._masking.random_words_needed(tokens.stop - tokens.start))
-
-    def _example(
-        self,
-        page: Page,
-        tokens: slice,
-        words: slice,
-        *,
-        border: int,
-        wall: int,
-        random: np.ndarray,
-    ) -> dict[str, np.ndarray]:
-        """A and B masked and put in their order; `border`, `wall`: B's first token and word."""
-        masked = self._masking.apply(
-            page.ids[tokens], page.sizes[words], page.costs[words], wall, random[2:]
+    def build(self, plans: Sequence[Plan]) -> list[dict[str, np.ndarray]]:
+        """A and B masked and put in their order; the examples are views of the same arrays."""
+        if not plans:
+            return []
+        count = len(plans)
+        ids = np.concatenate([plan.page.ids[plan.tokens] for plan in plans])
+        sizes = np.concatenate([plan.page.sizes[plan.words] for plan in plans])
+        costs = np.concatenate([plan.page.costs[plan.words] for plan in plans])
+        table = np.array(
+            [(plan.tokens.stop - plan.tokens.start, plan.words.stop - plan.words.start,
+              plan.border, plan.wall, plan.swapped) for plan in plans]
+        )  # fmt: skip
+        tokens, words, borders, walls, swapped = table.T
+        keys = np.array([plan.key for plan in plans], np.uint64)
+        seen, asked = self._masking.apply(
+            ids=ids,
+            token_counts=tokens,
+            sizes=sizes,
+            costs=costs,
+            word_counts=words,
+            walls=walls,
+            keys=keys,
         )
-        count = masked.shape[1]
-        swapped = int(random[1]) < self._swapped
-        # The second segment's place, between the second and the third special token.
-        second = (count - border if swapped else border) + 2
-        parts = masked[:, :border], masked[:, border:]
-        rows = np.empty((3, count + _SPECIAL_TOKENS), np.int32)
-        rows[:2, 1 : second - 1] = parts[swapped]
-        rows[:2, second:-1] = parts[not swapped]
-        rows[0, 0] = CLS_ID
-        rows[0, second - 1] = rows[0, -1] = SEP_ID
-        rows[1, 0] = rows[1, second - 1] = rows[1, -1] = IGNORED
-        rows[2, :second] = 0
-        rows[2, second:] = 1
-        return {
-            "input_ids": rows[0],
-            "labels": rows[1],
-            "token_type_ids": rows[2],
-            "swapped": np.array(swapped, np.int32),
-        }
+
+        # Where each token goes: an example has its three special tokens around A and B.
+        lengths = tokens + _SPECIAL_TOKENS
+        firsts = np.cumsum(lengths) - lengths
+        seconds = firsts + np.where(swapped, tokens - borders, borders) + 2
+        segments = np.empty((count, 2), np.int64)
+        segments[:, 0] = np.where(swapped, seconds, firsts + 1)
+        segments[:, 1] = np.where(swapped, firsts + 1, seconds)
+        segment_tokens = np.stack([borders, tokens - borders], 1).ravel()
+        before = np.cumsum(segment_tokens) - segment_tokens
+        goal = np.arange(len(ids)) + np.repeat(segments.ravel() - before, segment_tokens)
+
+        stops = firsts + lengths
+        input_ids = np.empty(int(stops[-1]), np.int32)
+        input_ids[goal] = seen
+        input_ids[firsts] = CLS_ID
+        input_ids[seconds - 1] = input_ids[stops - 1] = SEP_ID
+        labels = np.full(len(input_ids), IGNORED, np.int32)
+        labels[goal[asked]] = ids[asked]
+        token_types = np.repeat(
+            np.tile(np.array([0, 1], np.int32), count),
+            np.stack([seconds - firsts, stops - seconds], 1).ravel(),
+        )
+        order = swapped.astype(np.int32)
+        return [
+            {
+                "input_ids": input_ids[first:stop],
+                "labels": labels[first:stop],
+                "token_type_ids": token_types[first:stop],
+                "swapped": order[number, ...],
+            }
+            for number, (first, stop) in enumerate(
+                zip(firsts.tolist(), stops.tolist(), strict=True)
+            )
+        ]
 
 
 def _span(page: Page, start: int, stop: int) -> tuple[slice, slice]:

@@ -5,7 +5,7 @@ gap, cut into sequences of `sequence_length` tokens: no padding, no token lost o
 document that does not fit goes on in the next sequence, as a document of its own there: it sees
 only what stands in its own sequence, and its positions start at 0 again, so that no position is
 longer than the sequence. The first token of a sequence has nothing before it and is predicted
-nowhere: 1 of `sequence_length`.
+nowhere: 1 of `sequence_length`. Where a pass ends (held-out pages) the rest is one shorter example.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class CausalExamples:
             start = stop
         return pages
 
-    def cut(self, pages: Sequence[np.ndarray], start: int, key: int) -> Cut:
+    def cut(self, pages: Sequence[np.ndarray], start: int, key: int, *, last: bool = False) -> Cut:
         """The next `sequence_length` tokens; nothing here is random, `key` changes nothing."""
         del key
         taken: list[np.ndarray] = []
@@ -77,12 +77,32 @@ class CausalExamples:
                 finished, start = finished + 1, 0
             if not missing:
                 break
-        if missing:
+        skipped = ("empty_page",) * empty
+        if missing and not last:
             return ASK._replace(start=begin)
-        lengths = [len(part) for part in taken]
-        documents = np.repeat(np.arange(len(taken), dtype=np.int32), lengths)
-        arrays = {"input_ids": np.concatenate(taken), "document_ids": documents}
+        # One token alone predicts nothing.
+        if self._length - missing < 2:
+            return Cut(None, finished, 0, skipped)
+        return Cut(taken, finished, start, skipped)
+
+    def build(self, plans: Sequence[list[np.ndarray]]) -> list[dict[str, np.ndarray]]:
+        """The parts of each example in a row, all examples in one array that they are views of."""
+        if not plans:
+            return []
+        parts = list(chain.from_iterable(plans))
+        lengths = np.fromiter(map(len, parts), np.int64, len(parts))
+        counts = [len(plan) for plan in plans]
+        numbers = np.arange(len(parts)) - np.repeat(np.cumsum([0, *counts[:-1]]), counts)
+        flat = {
+            "input_ids": np.concatenate(parts),
+            "document_ids": np.repeat(numbers.astype(np.int32), lengths),
+        }
+        ends = np.cumsum(lengths)
         if not self._across:
-            firsts = np.cumsum([0, *lengths[:-1]], dtype=np.int32)
-            arrays["position_ids"] = np.arange(self._length, dtype=np.int32) - firsts[documents]
-        return Cut(arrays, finished, start, ("empty_page",) * empty)
+            firsts = np.repeat((ends - lengths).astype(np.int32), lengths)
+            flat["position_ids"] = np.arange(len(firsts), dtype=np.int32) - firsts
+        stops = ends[np.cumsum(counts) - 1].tolist()
+        return [
+            {name: array[start:stop] for name, array in flat.items()}
+            for start, stop in zip([0, *stops], stops, strict=False)
+        ]

@@ -36,15 +36,19 @@ class Example:
 class Cut(NamedTuple):
     """What `ExampleBuilder.cut` took from the open pages.
 
-    Three cases: an example (`arrays`); no example, but pages done with (`finished` > 0);
+    Three cases: an example (`plan`); no example, but pages done with (`finished` > 0);
     or neither, which asks for one more page.
     """
 
-    arrays: dict[str, np.ndarray] | None
+    plan: Any | None
+    """What `ExampleBuilder.build` makes the example of."""
     finished: int
     """Pages that are used up entirely, counted from the first."""
     start: int
-    """Where the next example starts in the first page that is left; 0 when none is."""
+    """Where the next example starts in the first page that is left; 0 when none is.
+
+    A cut that asks for a page gives back the start that it got.
+    """
     skipped: tuple[str, ...] = ()
     """A reason for each page that ended with text no example holds."""
 
@@ -60,12 +64,20 @@ class ExampleBuilder(Protocol):
         """Tokenise pages together: one value for each, which `cut` takes."""
         ...
 
-    def cut(self, pages: Sequence[Any], start: int, key: int) -> Cut:
-        """Cut one example from the open pages of one lane and domain.
+    def cut(self, pages: Sequence[Any], start: int, key: int, *, last: bool = False) -> Cut:
+        """Decide on one example from the open pages of one lane and domain.
 
         `pages`: what `encode` gave, in the order of the stream; empty: one more is asked for.
         `start`: how far the first one is used up, as the last cut said; 0 for a new page.
-        `key`: 64 bits; the only source of this example's random choices.
+        `key`: 64 bits; the only source of this example's random choices. `last`: no page follows;
+        then the cut never asks for one, and what is left may be a shorter example.
+        """
+        ...
+
+    def build(self, plans: Sequence[Any]) -> list[dict[str, np.ndarray]]:
+        """The arrays of several examples at once, which costs less than one by one.
+
+        `plans`: what `cut` gave; an example does not depend on the others.
         """
         ...
 

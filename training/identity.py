@@ -1,7 +1,8 @@
 """What a run is: all that its loss depends on, by value or by digest.
 
 A checkpoint goes on only under the identity that it was saved under. How the work is done (ranks,
-strategy, device, log, checkpoints, evaluation, readers) does not belong to it.
+strategy, device, microbatches, compilation, log, checkpoints, evaluation, readers) does not belong
+to it: see `TrainRecipe.published`.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ def check(saved: dict[str, Any], current: dict[str, Any], directory: str) -> Non
     found = _difference(saved, current)
     if found is not None:
         raise UserError(
-            f"the checkpoints in '{directory}' are of another run: {found}: set it back, give "
-            "another --output, or throw them away with --restart"
+            f"'{directory}' holds another run: {found}: set it back; or go on from that run's "
+            f"weights (gristmill export '{directory}' --output MODEL, then here --set "
+            "model.init=MODEL and another --output); or throw it away with --restart"
         )
 
 

@@ -12,7 +12,7 @@ import heapq
 import itertools
 import math
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,8 +31,13 @@ _DRAW, _EXAMPLE, _ORDER = range(3)
 _ENCODED_PAGES = 256
 _ENCODED_BYTES = 1 << 20
 """Most pages, and about how many bytes of text, that are tokenised at once."""
-_AHEAD_BYTES = 32 << 20
-"""Text that waits tokenised, all domains together: half of what there may be."""
+_AHEAD_BYTES = 4 << 20
+"""Text that is tokenised ahead, all domains together: half of what there may be. A page that is
+being cut comes on top, for each lane and domain."""
+_HELD_CHARS = 64 << 20
+"""Text that waits tokenised in all, about; then the lanes and domains that were not drawn for the
+longest time lose theirs, and tokenise it again when they are drawn."""
+_BUILT_AT_ONCE = 32
 _BARREN_PAGES = 10_000
 
 Cursors = dict[int, dict[int, tuple[int, int]]]
@@ -59,6 +64,7 @@ class _Page(NamedTuple):
 
     position: int
     value: Any
+    chars: int
     passed: Mapping[str, int]
 
 
@@ -105,6 +111,8 @@ class Lanes:
         cache_bytes: int,
     ) -> None:
         self._builder = builder
+        self._held_chars = 0
+        self._recent: OrderedDict[_Cursor, None] = OrderedDict()
         self._seed, self._lanes = data.seed, data.lanes
         self._rank, self._ranks = rank, ranks
         self.next_index, self.stride = own_indexes(first, rank=rank, ranks=ranks, lanes=data.lanes)
@@ -154,11 +162,22 @@ class Lanes:
     def steps(self, until: int) -> Iterator[Step]:
         """The steps of this process's lanes up to index `until`, that not included."""
         while self.next_index < until:
-            step = self._step(self.next_index)
-            self.next_index += self.stride
-            yield step
+            steps: list[Step] = []
+            plans = []
+            while self.next_index < until and len(steps) < _BUILT_AT_ONCE:
+                step, plan = self._step(self.next_index)
+                steps.append(step)
+                if self.next_index % self._ranks == self._rank:
+                    plans.append(plan)
+                self.next_index += self.stride
+            built = iter(self._builder.build(plans))
+            for step in steps:
+                if step.number % self._ranks == self._rank:
+                    yield step._replace(example=Example(step.number, step.domain, next(built)))
+                else:
+                    yield step
 
-    def _step(self, index: int) -> Step:
+    def _step(self, index: int) -> tuple[Step, Any]:
         """Draw a domain until one has an example.
 
         In a corpus of many languages some have one page, which is held out or gives nothing.
@@ -174,15 +193,21 @@ class Lanes:
                 return self._cut(index, domain, self._cursor(domain, lane))
             except EmptyDomain as error:
                 self._empty[domain] = error.why
+                for cursor in self._cursors[domain].values():
+                    self._recent.pop(cursor, None)
+                    self._held_chars -= sum(page.chars for page in cursor.queue)
                 self._cursors[domain].clear()
                 # Weights that someone chose are kept, or the run does not go on.
                 if self._chosen or self._weighty <= self._empty.keys():
                     raise
         raise AssertionError  # the attempts have no end
 
-    def _cut(self, index: int, domain: int, cursor: _Cursor) -> Step:
+    def _cut(self, index: int, domain: int, cursor: _Cursor) -> tuple[Step, Any]:
+        """The step, without its example, and what the builder makes that of."""
         lane, key = index % self._lanes, mix(self._seed, _EXAMPLE, index)
-        counts: Counter[str] = Counter()
+        self._recent[cursor] = None
+        self._recent.move_to_end(cursor)
+        counts: dict[str, int] = {}
         barren = 0
         # Each example starts from one open page, whatever the last one had open: a resumed
         # stream knows only where the first page stands.
@@ -192,21 +217,23 @@ class Lanes:
                 self._fill(domain, lane)
             pages = [cursor.queue[number].value for number in range(opened)]
             cut = self._builder.cut(pages, cursor.start, key)
-            counts.update(cut.skipped)
+            for reason in cut.skipped:
+                counts[reason] = counts.get(reason, 0) + 1
             cursor.start = cut.start
             for _ in range(cut.finished):
                 page = cursor.queue.popleft()
                 cursor.position = page.position + self._lanes
-                counts.update(page.passed)
-            counts["pages"] += cut.finished
-            if cut.arrays is not None:
+                self._held_chars -= page.chars
+                for reason, count in page.passed.items():
+                    counts[reason] = counts.get(reason, 0) + count
+            if cut.finished:
+                counts["pages"] = counts.get("pages", 0) + cut.finished
+            if cut.plan is not None:
                 break
             opened = max(1, opened - cut.finished) if cut.finished else opened + 1
             barren += 1
             self._check_barren(domain, barren)
-        handed_out = index % self._ranks == self._rank
-        example = Example(index, domain, cut.arrays) if handed_out else None
-        return Step(index, domain, cursor.position, cursor.start, +counts, example)
+        return Step(index, domain, cursor.position, cursor.start, counts, None), cut.plan
 
     def _cursor(self, domain: int, lane: int) -> _Cursor:
         cursor = self._cursors[domain].get(lane)
@@ -237,12 +264,28 @@ class Lanes:
         found = [(cursors[one], row) for one, listed in rows.items() for row in listed]
         values = self._builder.encode([row.text for _, row in found])
         for (cursor, row), value in zip(found, values, strict=True):
-            cursor.queue.append(_Page(row.position, value, row.passed))
+            cursor.queue.append(_Page(row.position, value, len(row.text), row.passed))
             cursor.ahead = row.position + self._lanes
+            self._held_chars += len(row.text)
+            self._recent.setdefault(cursor)
+        if self._held_chars > _HELD_CHARS:
+            self._let_go(cursors[lane])
+            self._pages_at_once[domain] = 1
+
+    def _let_go(self, current: _Cursor) -> None:
+        """Forget tokenised pages, those longest not asked for first, until there is room."""
+        while self._held_chars > _HELD_CHARS and len(self._recent) > 1:
+            cursor, _ = self._recent.popitem(last=False)
+            if cursor is current:
+                self._recent[cursor] = None
+                continue
+            self._held_chars -= sum(page.chars for page in cursor.queue)
+            cursor.queue.clear()
+            cursor.ahead = cursor.position
 
     def _share_out(self, domain: int, lane: int) -> dict[int, int]:
         """How many pages to tokenise for which lane: the emptiest come first, after `lane`."""
-        count = self._pages_at_once[domain]
+        count = self._pages_at_once[domain] if 2 * self._held_chars < _HELD_CHARS else 1
         self._pages_at_once[domain] = min(2 * count, self._most_pages[domain])
         allotted = {lane: 1}
         enough = 2 * -(-count // len(self._own_lanes))

@@ -20,17 +20,16 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from models.errors import Fault
 from models.tokenizer import profile_of
 from training import checkpoint, identity, microbatches, run_folder, run_manifest
-from training.batches import Batch, collate
 from training.evaluate.held_out import held_out_losses, total
-from training.examples import Example
+from training.evaluate.unigrams import Unigrams, training_unigrams
 from training.export import export, max_tokens
 from training.flops import flops_per_token, labelled_share, peak_flops
 from training.metrics import Clock, LiveLine, MetricsLog, Window
@@ -41,11 +40,11 @@ from training.optimisers import build_optimiser
 from training.prepare import Prepared, prepare
 from training.recipe import TrainRecipe
 from training.run_folder import MODEL_FOLDER
-from training.run_manifest import RunManifest
 from training.sampler import ExampleStream, merge_states
 from training.schedules import learning_rate_factor
 from training.stopping import StopRequest
 from training.strategy import Parallel, Placement, placed
+from training.summary import already_finished, summary
 from training.together import on_first
 
 _NAMED_EXAMPLES = 16
@@ -61,13 +60,19 @@ def train(recipe: TrainRecipe, *, restart: bool = False, quiet: bool = False) ->
     UserError; Fault when the gradients stay infinite or a checkpoint cannot be written.
     """
     prepared = prepare(recipe)
-    with placed(recipe.run) as place:
+    directory = recipe.output.directory
+    with placed(recipe.run) as place, StopRequest() as stop, run_folder.held(directory):
         if restart:
-            on_first(lambda: run_folder.clear(recipe.output.directory), "cannot restart")
-        manifest = run_folder.finished(recipe.output.directory, prepared.identity)
+            inputs = [place for place in (recipe.model.tokenizer, recipe.model.init) if place]
+            on_first(lambda: run_folder.clear(directory, inputs), "cannot restart")
+        manifest = run_folder.finished(directory, prepared.identity)
         if manifest is not None:
             return already_finished(recipe, manifest)
-        return _Run(recipe, prepared, place, quiet=quiet).run()
+        return _Run(recipe, prepared, place, stop, quiet=quiet).run()
+
+
+class _StoppedEvaluation(Exception):
+    """A signal came while held-out losses were computed."""
 
 
 @dataclass
@@ -82,9 +87,15 @@ class Counters:
 
 class _Run:
     def __init__(
-        self, recipe: TrainRecipe, prepared: Prepared, place: Placement, *, quiet: bool
+        self,
+        recipe: TrainRecipe,
+        prepared: Prepared,
+        place: Placement,
+        stop: StopRequest,
+        *,
+        quiet: bool,
     ) -> None:
-        self.recipe, self.prepared, self.place = recipe, prepared, place
+        self.recipe, self.prepared, self.place, self.stop = recipe, prepared, place, stop
         self.directory = Path(recipe.output.directory)
         self.steps = recipe.schedule.steps
         self.batch_examples = recipe.batch.examples(recipe.examples.sequence_length)
@@ -122,8 +133,7 @@ class _Run:
             else None
         )
         try:
-            with StopRequest() as stop:
-                return self._train(done, stream, log, stop)
+            return self._train(done, stream, log)
         finally:
             stream.close()
             if log is not None:
@@ -151,19 +161,28 @@ class _Run:
         self.live.say(f"going on after step {state['step']:,} of {self.steps:,}")
         return int(state["step"]), state["stream"]
 
-    def _train(
-        self, done: int, stream: ExampleStream, log: MetricsLog | None, stop: StopRequest
-    ) -> dict[str, Any]:
+    def _train(self, done: int, stream: ExampleStream, log: MetricsLog | None) -> dict[str, Any]:
         recipe, place, counters = self.recipe, self.place, self.counters
         evaluated: dict[str, Any] = {}
-        stopped = False
+        stopped = self.stop.agreed()
+        if done and not stopped and self._evaluation_due(done):
+            # The run had been stopped in its evaluation, or after its last step.
+            there = place.gather(log is not None and log.evaluated)[0]
+            if not there or done == self.steps:
+                evaluated, stopped = self._evaluate(done, None if there else log)
         while done < self.steps and not stopped:
             # 1. The gradient of the global batch.
             begin_s = time.monotonic()
             dealt = microbatches.deal(
                 stream.take(self.batch_examples), self.microbatches, place.rank, place.ranks
             )
-            batches = [self._batch(part) for part in dealt]
+            batches = [
+                microbatches.batch(
+                    part, recipe.model.family, recipe.examples.sequence_length, place.device,
+                    one_shape=recipe.run.compile,
+                )
+                for part in dealt
+            ]  # fmt: skip
             waited_s = time.monotonic() - begin_s
             passed = microbatches.gradients(
                 self.parallel, dealt, batches, self._window(), seed=recipe.run.seed, step=done
@@ -187,36 +206,26 @@ class _Run:
             # 3. What the run says.
             if done % recipe.run.log_every == 0 or done == self.steps:
                 self._log_line(done, rate, norm, log)
+            self.live.tell_once({**stream.empty, **stream.damage})
             if math.isfinite(norm) and self.live.due(done):
                 self.live.show(done, passed.window.means()["loss"], self.clock)
-            last = done == self.steps
-            if last or (recipe.evaluation.every and done % recipe.evaluation.every == 0):
-                evaluated = self._evaluate(done, log)
 
             # 4. A checkpoint: when it is time, at the end, and before leaving on a signal.
-            stopped = stop.agreed() and not last
-            if last or stopped or done % recipe.checkpoint.every == 0:
-                self._save(done, stream)
+            stopped = self.stop.agreed()
+            saved = stopped or done == self.steps or done % recipe.checkpoint.every == 0
+            if saved:
+                self._save(done, stream, log)
+
+            # 5. Held-out losses. A signal cuts them off: the next run begins with them.
+            if not stopped and self._evaluation_due(done):
+                evaluated, stopped = self._evaluate(done, log)
+                if stopped and not saved:
+                    self._save(done, stream, log)
         if stopped:
-            self.live.say(f"{stop.name or 'another rank'}: saved after step {done:,}")
+            what = f"saved after step {done:,}" if done else "stopped before the first step"
+            self.live.say(f"{self.stop.name or 'another rank'}: {what}")
             return self._summary("stopped", done, evaluated)
         return self._finish(done, evaluated, stream)
-
-    def _batch(self, examples: Sequence[Example]) -> Batch:
-        """One microbatch on this rank's device."""
-        recipe, device = self.recipe, self.place.device
-        length = recipe.examples.sequence_length
-        if examples:
-            # Compiled code wants one shape; padding changes nothing but the time.
-            batch = collate(examples, length if recipe.run.compile else None)
-        else:
-            batch = microbatches.blank(recipe.model.family, length)
-        if device.type == "cuda":
-            return {
-                name: tensor.pin_memory().to(device, non_blocking=True)
-                for name, tensor in batch.items()
-            }
-        return batch
 
     def _move(self, norm: float, rate: float) -> None:
         """Clip the gradients, whose norm is `norm`, and move the weights."""
@@ -253,8 +262,10 @@ class _Run:
         if counters.skipped_in_a_row >= most:
             raise Fault(
                 f"the gradients of {most} steps in a row, up to step {done:,}, were not finite "
-                f"(run.max_skipped_steps = '{most}'): the weights are as before them, in the "
-                f"last checkpoint in '{self.directory}'; lower optimiser.learning_rate"
+                f"(run.max_skipped_steps = '{most}'): the weights are as before them; go on from "
+                f"one of '{self.directory / checkpoint.FOLDER}' with another --output and a lower "
+                "optimiser.learning_rate (gristmill export CHECKPOINT --output MODEL, then "
+                "--set model.init=MODEL)"
             )
 
     def _log_line(self, done: int, rate: float, norm: float, log: MetricsLog | None) -> None:
@@ -274,20 +285,45 @@ class _Run:
             )
         self.window.clear()
 
-    def _evaluate(self, done: int, log: MetricsLog | None) -> dict[str, Any]:
-        """Held-out losses of each domain, as JSON can hold them."""
+    @cached_property
+    def _unigrams(self) -> Unigrams:
+        """The baseline of the held-out losses, counted before the first of them."""
+        prepared = self.prepared
+        return training_unigrams(prepared.corpus, prepared.tokenizer, data=self.recipe.data)
+
+    def _evaluation_due(self, done: int) -> bool:
+        """Whether held-out losses are computed after `done` steps."""
+        every = self.recipe.evaluation.every
+        if self.recipe.data.held_out == 0:
+            return False
+        return done == self.steps or (every is not None and done % every == 0)
+
+    def _evaluate(self, done: int, log: MetricsLog | None) -> tuple[dict[str, Any], bool]:
+        """Held-out losses of each domain, as JSON can hold them; whether a signal cut them off."""
+        ask = self.objective.register_forward_pre_hook(self._leave_on_signal, prepend=True)
+        try:
+            return self._held_out_losses(done, log), False
+        except _StoppedEvaluation:
+            return {}, True
+        finally:
+            ask.remove()
+            self.parallel.reshard()
+
+    def _leave_on_signal(self, *_: object) -> None:
+        """Before each pass of an evaluation; all ranks make as many passes."""
+        if self.stop.agreed():
+            raise _StoppedEvaluation
+
+    def _held_out_losses(self, done: int, log: MetricsLog | None) -> dict[str, Any]:
         recipe, place = self.recipe, self.place
-        if recipe.data.held_out == 0:
-            return {}
         begin_s = time.monotonic()
         found = held_out_losses(
             self.objective, self.prepared.corpus, self.prepared.builder,
             data=recipe.data, limit=recipe.evaluation.examples,
             microbatch=recipe.batch.microbatch, device=place.device,
             rank=place.rank, ranks=place.ranks, precision=recipe.run.precision,
-            tokenizer=self.prepared.tokenizer,
+            tokenizer=self.prepared.tokenizer, unigrams=self._unigrams,
         )  # fmt: skip
-        self.parallel.reshard()
         losses = {
             "total": total(found.values()).to_json(),
             "domains": {name: loss.to_json() for name, loss in found.items()},
@@ -297,8 +333,10 @@ class _Run:
             log.write({"kind": "evaluation", "step": done, **losses, "times": seconds})
         return losses
 
-    def _save(self, done: int, stream: ExampleStream) -> None:
+    def _save(self, done: int, stream: ExampleStream, log: MetricsLog | None) -> None:
         """A checkpoint of everything that the next step depends on."""
+        if log is not None:
+            log.sync()
         self.window.fold(self.place)
         state = {
             **self._state(done),
@@ -332,8 +370,6 @@ class _Run:
     ) -> dict[str, Any]:
         """The model and the manifest; then the run is finished."""
         recipe, network = self.recipe, self.objective.network
-        if not evaluated:  # the run had been killed between its last checkpoint and here
-            evaluated = self._evaluate(done, None)
         pages = self._pages(stream)
         export(
             network,
@@ -354,36 +390,7 @@ class _Run:
         return self._summary("finished", done, evaluated)
 
     def _summary(self, status: str, done: int, evaluated: dict[str, Any]) -> dict[str, Any]:
-        figures = self.clock.figures()
-        return {
-            "status": status,
-            "step": done,
-            "steps": self.steps,
-            **asdict(self.counters),
-            "parameters": self.parameters,
-            "evaluation": evaluated,
-            "output": str(self.directory),
-            "model": str(self.directory / MODEL_FOLDER) if status == "finished" else None,
-            "ranks": self.place.ranks,
-            "strategy": self.place.strategy,
-            "device": str(self.place.device),
-            "tokens_per_s": figures["tokens_per_s"],
-            "mfu": figures["mfu"],
-            "elapsed_s": figures["elapsed_s"],
-        }
-
-
-def already_finished(recipe: TrainRecipe, manifest: RunManifest) -> dict[str, Any]:
-    """The summary of a run that has nothing left to do."""
-    held_out = manifest.held_out
-    return {
-        "status": "already finished",
-        "step": manifest.counts.steps,
-        "steps": recipe.schedule.steps,
-        "examples": manifest.counts.examples,
-        "tokens": manifest.counts.tokens,
-        "skipped_steps": manifest.counts.skipped_steps,
-        "evaluation": {} if held_out is None else held_out.model_dump(mode="json"),
-        "output": recipe.output.directory,
-        "model": str(Path(recipe.output.directory) / MODEL_FOLDER),
-    }
+        return summary(
+            self.recipe, self.place, status=status, step=done, counters=asdict(self.counters),
+            parameters=self.parameters, evaluation=evaluated, figures=self.clock.figures(),
+        )  # fmt: skip

@@ -4,31 +4,24 @@
 (Devlin et al. 2019, §3.1). What is chosen as one: a token; a whole word; or an n-gram of whole
 words, with p(n) in proportion to 1/n (Lan et al. 2020, §4.1).
 
-The random numbers are the bytes of SHAKE-128 of a key: the same in every version and on every
-machine, and to begin one costs 3 µs; a NumPy generator takes 40 µs, a good part of what
-tokenising the example takes.
+Many examples are masked at once: NumPy's calls cost more than the work on one. Each example's
+random numbers are the SplitMix64 generator of its own key (`training.order`), so that the others
+do not change it.
 """
 
 from __future__ import annotations
 
-import hashlib
-
 import numpy as np
 
 from models.tokenizer import MASK_ID
-from training.examples import IGNORED
+from training.order import hashes_at
 from training.recipe import Examples
 
 FIRST_ORDINARY_ID = MASK_ID + 1
 """Special tokens have the ids below: they are neither chosen nor put in another's place."""
-_MASKED = np.uint32(0.8 * 2**32)
-_REPLACED = np.uint32(0.9 * 2**32)
-
-
-def random_words(key: int, count: int) -> np.ndarray:
-    """`count` random uint32 that depend on the 64-bit `key` alone."""
-    digest = hashlib.shake_128(key.to_bytes(8, "little")).digest(4 * count)
-    return np.frombuffer(digest, "<u4")
+_MASKED = np.uint64(0.8 * 2**32)
+_REPLACED = np.uint64(0.9 * 2**32)
+_LOW, _HALF = np.uint64(2**32 - 1), np.uint64(32)
 
 
 def budget(tokens: int, share: float) -> int:
@@ -37,68 +30,80 @@ def budget(tokens: int, share: float) -> int:
 
 
 class Masking:
-    """Masks token ids as a recipe says. Every random choice comes from the caller."""
+    """Masks token ids as a recipe says."""
 
     def __init__(self, examples: Examples, vocab_size: int) -> None:
         self._share = examples.masked
         longest = examples.ngram_words if examples.masking == "ngram" else 1
         weights = 1 / np.arange(1, longest + 1)
-        self._gram_thresholds = (np.cumsum(weights)[:-1] / weights.sum() * 2**32).astype(np.uint32)
-        self._ordinary_ids = vocab_size - FIRST_ORDINARY_ID
-
-    @staticmethod
-    def random_words_needed(tokens: int) -> int:
-        """Length of `apply`'s `random` for `tokens` tokens."""
-        return 4 * tokens
+        self._gram_thresholds = (np.cumsum(weights)[:-1] / weights.sum() * 2**32).astype(np.uint64)
+        self._ordinary_ids = np.uint64(vocab_size - FIRST_ORDINARY_ID)
 
     def apply(
-        self, ids: np.ndarray, sizes: np.ndarray, costs: np.ndarray, wall: int, random: np.ndarray
-    ) -> np.ndarray:
-        """(2, n) int32: what the network sees, and the labels, `IGNORED` where none is asked.
+        self,
+        *,
+        ids: np.ndarray,
+        token_counts: np.ndarray,
+        sizes: np.ndarray,
+        costs: np.ndarray,
+        word_counts: np.ndarray,
+        walls: np.ndarray,
+        keys: np.ndarray,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """What the network sees in place of `ids`, and where it is asked: (n,) int32, (m,) int64.
 
-        `ids`: (n,) int32, n > 0; `sizes`, `costs`, `wall`: see `choose`;
-        `random`: (random_words_needed(n),) uint32.
+        Examples lie one after the other: `ids` (n,) their tokens, `token_counts` of each;
+        `sizes`, `costs`, `word_counts`, `walls`: see `choose`; `keys`: uint64, one an example.
         """
-        count = len(ids)
-        positions = np.flatnonzero(np.repeat(self.choose(sizes, costs, wall, random), sizes))
-        originals = ids[positions]
-        rows = np.empty((2, count), np.int32)
-        rows[0] = ids
-        rows[0, positions] = MASK_ID
-        rows[1] = IGNORED
-        rows[1, positions] = originals
-        actions = random[2 * count : 2 * count + len(positions)]
-        for index in np.flatnonzero(actions >= _MASKED).tolist():
-            if actions[index] < _REPLACED:
-                draw = int(random[3 * count + index])
-                rows[0, positions[index]] = FIRST_ORDINARY_ID + (draw * self._ordinary_ids >> 32)
-            else:
-                rows[0, positions[index]] = originals[index]
-        return rows
+        firsts = np.cumsum(word_counts) - word_counts
+        places = np.arange(len(sizes)) - np.repeat(firsts, word_counts)
+        random = hashes_at(np.repeat(keys, word_counts), places.astype(np.uint64))
+        chosen = self.choose(costs, word_counts, walls, random)
+        positions = np.flatnonzero(np.repeat(chosen, sizes))
+        # What becomes of a token is drawn by its place, from a part of the generator that no
+        # word reaches.
+        example = np.searchsorted(np.cumsum(token_counts), positions, "right")
+        places = positions - (np.cumsum(token_counts) - token_counts)[example]
+        random = hashes_at(keys[example], places.astype(np.uint64) + np.uint64(2**32))
+        action = random >> _HALF
+        other = ((random & _LOW) * self._ordinary_ids >> _HALF).astype(np.int32)
+        seen = ids.copy()
+        seen[positions] = np.where(
+            action < _MASKED,
+            np.int32(MASK_ID),
+            np.where(action < _REPLACED, other + np.int32(FIRST_ORDINARY_ID), ids[positions]),
+        )
+        return seen, positions
 
     def choose(
-        self, sizes: np.ndarray, costs: np.ndarray, wall: int, random: np.ndarray
+        self, costs: np.ndarray, word_counts: np.ndarray, walls: np.ndarray, random: np.ndarray
     ) -> np.ndarray:
         """Which words to predict: bool, (words,).
 
-        `sizes`: tokens in each word; `costs`: the same, or 0 for a word that must not be chosen;
-        `wall`: number of a word that no n-gram reaches over from before it; `random`: at least
-        2 x words. Never more than `budget` of the tokens of words that may be chosen; fewer only
-        when no word that is left fits in the rest.
+        `costs`: tokens in each word, or 0 for a word that must not be chosen; `word_counts`: words
+        of each example; `walls`: number, in its example, of the word that no n-gram reaches over
+        from before it; `random`: uint64 (words,), whose upper half orders the words, and whose
+        lower half is the length of the n-gram that begins there. Never more than `budget` of the
+        tokens of words that may be chosen; fewer only when no word that is left fits in the rest.
         """
-        words = len(sizes)
+        example = np.repeat(np.arange(len(word_counts), dtype=np.uint64), word_counts)
+        order = np.argsort((example << _HALF) | (random >> _HALF), kind="stable").tolist()
+        more = np.searchsorted(self._gram_thresholds, random & _LOW, "right").tolist()
         cost = costs.tolist()
-        left = sum(cost)
-        left = left and budget(left, self._share)
-        order = np.argsort(random[:words]).tolist()
-        more = np.searchsorted(self._gram_thresholds, random[words : 2 * words], "right").tolist()
-        chosen = bytearray(words)
-        for word in order:
-            if not left:
-                break
-            for reached in range(word, min(word + more[word] + 1, wall if word < wall else words)):
-                if chosen[reached] or not 0 < cost[reached] <= left:
+        chosen = bytearray(len(cost))
+        first = 0
+        for count, wall in zip(word_counts.tolist(), walls.tolist(), strict=True):
+            stop, border = first + count, first + wall
+            left = sum(cost[first:stop])
+            left = left and budget(left, self._share)
+            for word in order[first:stop]:
+                if not left:
                     break
-                chosen[reached] = 1
-                left -= cost[reached]
+                end = min(word + more[word] + 1, border if word < border else stop)
+                for reached in range(word, end):
+                    if chosen[reached] or not 0 < cost[reached] <= left:
+                        break
+                    chosen[reached] = 1
+                    left -= cost[reached]
+            first = stop
         return np.frombuffer(chosen, bool)

@@ -8,18 +8,21 @@ resumed writes the lines of an uninterrupted one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from models import files
+from models.errors import Fault
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -79,9 +82,10 @@ class Window:
     def means(self) -> dict[str, Any]:
         """Loss and accuracy of each term, and the loss of each term in each domain seen.
 
-        `loss` is their sum over terms, which is what the optimiser lowers.
+        `loss` is their sum over terms, which is what the optimiser lowers; None without a label.
         """
         losses, counts, correct = self.sums.cpu()
+        empty = not counts.any()
         terms: dict[str, dict[str, float | None]] = {}
         domains: dict[str, dict[str, float | None]] = {}
         loss = 0.0
@@ -101,7 +105,7 @@ class Window:
                     for row, term in enumerate(self.terms)
                     if counts[row, number]
                 }
-        return {"loss": _rounded(loss), "terms": terms, "domains": domains}
+        return {"loss": None if empty else _rounded(loss), "terms": terms, "domains": domains}
 
 
 class MetricsLog:
@@ -113,9 +117,10 @@ class MetricsLog:
 
     def __init__(self, directory: Path, *, step: int, tensorboard: bool) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        path = directory / METRICS_FILE
-        _truncate(path, step)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = directory / METRICS_FILE
+        self.evaluated = {"kind": "evaluation", "step": step} in _truncate(self._path, step)
+        """Whether it holds the evaluation of the step that it was opened at."""
+        self._file = self._path.open("a", encoding="utf-8")
         self._tensorboard: SummaryWriter | None = None
         if tensorboard:
             # Loads slowly, and only where it is wanted.
@@ -126,9 +131,12 @@ class MetricsLog:
             )
 
     def write(self, line: dict[str, Any]) -> None:
-        """Add one line; its numbers go to TensorBoard under `kind`/..."""
-        self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
-        self._file.flush()
+        """Add one line; its numbers go to TensorBoard under `kind`/... Raises Fault."""
+        try:
+            self._file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise Fault(f"cannot write '{self._path}': {error.strerror}") from None
         if self._tensorboard is not None:
             self._scalars(line["kind"], line, line["step"])
             self._tensorboard.flush()
@@ -142,9 +150,14 @@ class MetricsLog:
         elif isinstance(value, (int, float)):
             self._tensorboard.add_scalar(tag, value, step)
 
+    def sync(self) -> None:
+        """Let the disk hold every line, before a checkpoint says that these steps are done."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """Close the files."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # `write` has told of it
+            self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
 
@@ -193,19 +206,20 @@ class LiveLine:
         self._steps, self._shown = steps, shown
         self._terminal = sys.stderr.isatty()
         self._next_s = 0.0
+        self._told: set[str] = set()
 
     def due(self, step: int) -> bool:
         """Whether it is time for a line."""
         return self._shown and (time.monotonic() >= self._next_s or step == self._steps)
 
-    def show(self, step: int, loss: float, clock: Clock) -> None:
-        """Show the state after `step` steps."""
+    def show(self, step: int, loss: float | None, clock: Clock) -> None:
+        """Show the state after `step` steps. loss: of this rank's examples, if it has any."""
         self._next_s = time.monotonic() + (_TERMINAL_S if self._terminal else _LOG_S)
         figures = clock.figures()
         left_s = clock.left_s(step)
         parts = [
             f"step {step:,}/{self._steps:,}",
-            f"loss {loss:.4f}",
+            *([] if loss is None else [f"loss {loss:.4f}"]),
             f"{figures['tokens_per_s']:,.0f} tokens/s",
             *([] if figures["mfu"] is None else [f"MFU {figures['mfu']:.0%}"]),
             *([] if left_s is None else [f"{duration(left_s)} left"]),
@@ -219,6 +233,12 @@ class LiveLine:
         if self._shown:
             start = "\r\x1b[K" if self._terminal else ""
             print(f"{start}{text}", file=sys.stderr, flush=True)
+
+    def tell_once(self, faults: Mapping[str, str]) -> None:
+        """Warn of each part of the data (domain, shard, row group) that cannot be read: why."""
+        for name in sorted(faults.keys() - self._told):
+            self._told.add(name)
+            self.say(f"warning: '{name}': {faults[name]}")
 
 
 def duration(seconds: float) -> str:
@@ -238,18 +258,23 @@ def _rounded(value: float) -> float | None:
     return round(value, _DIGITS) if math.isfinite(value) else None
 
 
-def _truncate(path: Path, step: int) -> None:
-    """Keep the whole lines of steps up to `step`."""
+def _truncate(path: Path, step: int) -> list[dict[str, Any]]:
+    """Keep the whole lines of steps up to `step`; their kinds and steps."""
     if not path.exists():
-        return
+        return []
     before = path.read_bytes()
-    kept = b"".join(line for line in before.splitlines(keepends=True) if _stays(line, step))
+    lines = [(line, _head(line)) for line in before.splitlines(keepends=True)]
+    stay = [(line, head) for line, head in lines if head is not None and head["step"] <= step]
+    kept = b"".join(line for line, _ in stay)
     if kept != before:
         files.write_atomic(path, kept)
+    return [head for _, head in stay]
 
 
-def _stays(line: bytes, step: int) -> bool:
+def _head(line: bytes) -> dict[str, Any] | None:
+    """Kind and step of a whole line; None for one that was cut."""
     try:
-        return line.endswith(b"\n") and int(json.loads(line)["step"]) <= step
+        value = json.loads(line)
+        return {"kind": value["kind"], "step": int(value["step"])} if line[-1:] == b"\n" else None
     except (ValueError, KeyError, TypeError):
-        return False
+        return None

@@ -40,6 +40,27 @@ def deal(examples: Sequence[Example], number: int, rank: int, ranks: int) -> lis
     return dealt
 
 
+def batch(
+    examples: Sequence[Example],
+    family: str,
+    length: int,
+    device: torch.device,
+    *,
+    one_shape: bool = False,
+) -> Batch:
+    """One microbatch on `device`; a `blank` one without examples.
+
+    one_shape: padded to `length`, which changes nothing but the time: compiled code wants it.
+    """
+    found = collate(examples, length if one_shape else None) if examples else blank(family, length)
+    if device.type == "cuda":
+        return {
+            name: tensor.pin_memory().to(device, non_blocking=True)
+            for name, tensor in found.items()
+        }
+    return found
+
+
 def blank(family: str, length: int) -> Batch:
     """A batch of one example without a label, for a rank that has no other; its gradient is 0."""
     ids = np.array([CLS_ID, SEP_ID, SEP_ID], dtype=np.int32)

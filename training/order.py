@@ -36,7 +36,12 @@ def mix(*values: int) -> int:
 
 def hashes(key: int, count: int) -> np.ndarray:
     """`count` 64-bit numbers of the generator that starts at `key`: uint64 (count,)."""
-    z = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(key)
+    return hashes_at(np.uint64(key), np.arange(count, dtype=np.uint64))
+
+
+def hashes_at(keys: np.ndarray | np.uint64, places: np.ndarray) -> np.ndarray:
+    """Numbers `places`, from 0, of the generators that start at `keys`: uint64, as `places`."""
+    z = (places + np.uint64(1)) * np.uint64(_GOLDEN) + keys
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
     found: np.ndarray = z ^ (z >> np.uint64(31))

@@ -1,7 +1,7 @@
 """The training recipe: one TOML file, validated into one frozen model.
 
-`TrainRecipe.digest` covers everything that can change the curve of the loss; where the output
-goes, on how many devices and how the work is sharded does not belong to it.
+`TrainRecipe.digest` covers everything that can change the curve of the loss beyond rounding; where
+the output goes, on how many devices and in which pieces the work is done does not belong to it.
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ class Model(Section):
     )
     tokenizer: str = Field("", description="folder or tokenizer.json of `models train-tokenizer`")
     init: str | None = Field(
-        None, description="folder of a transformers model to go on from; none: random"
+        None,
+        description="folder of a transformers model to go on from, with a new data.seed for "
+        "other data; none: random",
     )
 
     @model_validator(mode="after")
@@ -109,7 +111,10 @@ class Batch(Section):
     tokens: int | None = Field(
         None, ge=1, description="or token positions in a step: rounded up to whole examples"
     )
-    microbatch: int = Field(8, ge=1, description="examples that one device computes at once")
+    microbatch: int = Field(
+        8, ge=1, description="examples that one device computes at once: less needs less memory; "
+        "may change when a run goes on (with dropout the masks are then others)"
+    )  # fmt: skip
 
     @model_validator(mode="after")
     def _one(self) -> Batch:
@@ -175,7 +180,7 @@ class Schedule(Section):
 
 
 class Run(Section):
-    """How the work is done. `seed`, `precision` and the guard are part of the curve."""
+    """How the work is done. `seed` and `precision` are part of the curve of the loss."""
 
     seed: int = Field(0, ge=0, description="of the initial weights and of dropout")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA when there")
@@ -228,18 +233,28 @@ class TrainRecipe(Section):
     output: Output = Output()
 
     def published(self) -> dict[str, Any]:
-        """The recipe as the run's manifest shows it: without places on this machine."""
+        """The recipe as the run's manifest shows it: without places on this machine, and without
+        what changes the losses by their rounding only.
+
+        `batch.microbatch` and the number of ranks are among these. With dropout they choose other
+        masks too, as another seed would; still they are left out, because a run that has outgrown
+        its memory must be able to go on with less.
+        """
         return self.model_dump(
             mode="json",
             exclude={
                 "data": {"manifests", "readers", "cache_bytes"},
                 "model": {"tokenizer", "init"},
-                "run": {"device", "strategy", "log_every", "tensorboard"},
+                "batch": {"microbatch"},
+                "run": {
+                    "device", "strategy", "activation_checkpointing", "compile",
+                    "max_skipped_steps", "log_every", "tensorboard",
+                },
                 "evaluation": True,
                 "checkpoint": True,
                 "output": True,
             },
-        )
+        )  # fmt: skip
 
     def digest(self) -> str:
         """XXH3 of the settings that can change the curve of the loss (32 hex digits).

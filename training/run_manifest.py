@@ -72,7 +72,7 @@ class HeldOutEntry(_Model):
 
     examples: int
     terms: dict[str, TermEntry]
-    unigram_entropy: float | None
+    unigram_loss: float | None
     perplexity: float | None
     bits_per_byte: float | None
 

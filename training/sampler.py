@@ -83,7 +83,8 @@ class ExampleStream:
         for step in steps:
             cursors = self._cursors[step.number % self._lanes]
             cursors[step.domain] = step.position, step.start
-            self._counts.update(step.counts)
+            for reason, count in step.counts.items():
+                self._counts[reason] += count
         self._position = max(self._position, until)
         return [step.example for step in steps if step.example is not None]
 
@@ -181,7 +182,8 @@ def held_out_examples(
     """At most `limit` examples of one pass over a domain's held-out pages.
 
     Their order and random choices are fixed: no seed, weight or number of ranks changes them.
-    `index` counts from 0.
+    `index` counts from 0. What is left at the end of the pass may be one shorter example, so a
+    domain with little text has one, too.
     """
     texts = pages(corpus, domain, data=data, split="held_out")
     key = domain_key(corpus, domain)
@@ -191,14 +193,19 @@ def held_out_examples(
         while len(queue) < opened:
             batch = [text for text, _ in zip(texts, range(_PASS_BATCH), strict=False)]
             if not batch:
-                return
+                break
             queue.extend(builder.encode(batch))
-        cut = builder.cut([queue[number] for number in range(opened)], start, mix(key, index))
+        last = len(queue) < opened
+        if last and not queue:
+            return
+        pages_open = [queue[number] for number in range(min(opened, len(queue)))]
+        cut = builder.cut(pages_open, start, mix(key, index), last=last)
         start = cut.start
         for _ in range(cut.finished):
             queue.popleft()
-        if cut.arrays is not None:
-            yield Example(index, domain, cut.arrays)
+        if cut.plan is not None:
+            (arrays,) = builder.build([cut.plan])
+            yield Example(index, domain, arrays)
             index, opened = index + 1, 1
         else:
             opened = max(1, opened - cut.finished) if cut.finished else opened + 1

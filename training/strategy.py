@@ -147,16 +147,18 @@ class Parallel:
         self.gradient_factor = float(place.ranks)
         blocks = [part for part in objective.modules() if type(part).__name__ in _BLOCKS]
         shards = sharded_blocks(objective)
+        if run.compile:
+            # Block by block: one compilation serves all of them. `forward` and not the module, so
+            # that names of parameters stay and what recomputes or gathers a block is outside:
+            # torch.compile gives up, without a word, a module with a checkpoint inside.
+            for block in blocks:
+                block.forward = torch.compile(block.forward)
         if run.activation_checkpointing:
             checkpoint_blocks(objective.network)
-        if run.compile:
-            # Block by block: one compilation serves all of them, and names stay as they are.
-            for block in blocks:
-                block.compile()
         self._forward: nn.Module = self.objective
         if place.strategy == "ddp":
             self._forward = DistributedDataParallel(
-                self.objective, broadcast_buffers=False, gradient_as_bucket_view=True
+                self.objective, forward_sync_buffers=False, gradient_as_bucket_view=True
             )
         elif place.strategy != "single":
             self._shard(shards)

@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 
 from models.errors import UserError
-from models.tokenizer import VOCABULARY_SIZE, save_tokenizer, train_tokenizer
+from models.tokenizer import VOCABULARY_SIZE, check_output, save_tokenizer, train_tokenizer
 from training import domains, fertility, sampler
 from training.recipe import Data
 
@@ -187,6 +187,7 @@ def train_on_crawls(
     `train_tokenizer`. Returns what `manifest.json` says, and the fertility by language.
     Raises UserError for every mistake in what was asked.
     """
+    check_output(directory)
     corpus = domains.load_corpus(data)
     sample = ParagraphSample(
         corpus, shares(corpus, data.weights), data=data, chars=sample_chars, progress=progress

@@ -170,6 +170,53 @@ def test_the_same_ids_from_every_reader(
         assert profile_of(fast.backend_tokenizer) == "default"
 
 
+def test_transformers_saves_it_whole(
+    small: Tokenizer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    import transformers
+
+    transformers.AutoTokenizer.from_pretrained(str(folder)).save_pretrained(str(tmp_path))
+    again: Any = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert config["normaliser_profile"] == "default"
+    opened = tok.load_tokenizer(tmp_path)
+    assert profile_of(opened) == "default"
+    for text in [*PROSE, ""]:
+        assert again(text).input_ids == opened.encode(text).ids == small.encode(text).ids
+    batch = again(["mill", "the river"], ["a", "the mill"], padding=True)
+    sizes = [len(small.encode(*pair).ids) for pair in (("mill", "a"), ("the river", "the mill"))]
+    assert [sum(row) for row in batch.attention_mask] == sizes
+    assert all(len(row) == max(sizes) for row in batch.input_ids)
+    short = batch.input_ids[sizes.index(min(sizes))]
+    assert short[min(sizes) :] == [tok.PAD_ID] * (max(sizes) - min(sizes))
+
+
+def test_joined_emoji_come_back() -> None:
+    emoji = ["👨\u200d👩\u200d👧\u200d👦", "🏳\ufe0f\u200d🌈", "👍🏽", "1\ufe0f\u20e3"]
+    trained = tok.train_tokenizer([" ".join(emoji)] * 3, vocab_size=100, at_most=True)
+    for text in emoji:
+        assert trained.decode(trained.encode(text).ids, skip_special_tokens=True) == text
+
+
+def test_the_folder_of_something_else_is_spared(small: Tokenizer, tmp_path: Path) -> None:
+    """A mined crawl without its manifest would be lost."""
+    crawl = tmp_path / "mined"
+    crawl.mkdir()
+    for text in ('{"schema_version": 3}', "[]", "{"):
+        (crawl / "manifest.json").write_text(text)
+        with pytest.raises(UserError, match=r"'.*mined' holds the manifest.json of something else"):
+            tok.save_tokenizer(small, crawl, {})
+        assert [path.name for path in crawl.iterdir()] == ["manifest.json"]
+        assert (crawl / "manifest.json").read_text() == text
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match=r"'.*file' cannot be the tokenizer's folder \(Not a dir"):
+        tok.save_tokenizer(small, tmp_path / "file", {})
+    tok.save_tokenizer(small, tmp_path / "new", {})
+    tok.save_tokenizer(small, tmp_path / "new", {"again": 1})
+    assert json.loads((tmp_path / "new" / "manifest.json").read_text())["again"] == 1
+
+
 def test_a_page_cannot_hold_special_tokens(folder: Path) -> None:
     text = "the mill [SEP] the river [MASK] [PAD]"
     ids = tok.load_tokenizer(folder).encode(text, add_special_tokens=False).ids

@@ -137,10 +137,9 @@ def test_restart_spares_the_index_of_another_run(
 
 def test_usage_errors_name_what_is_valid(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (
-        ["min"],
         ["mine"],
         ["mine", "x", "--workers", "0"],
-        ["inspect", "x", "--", "-y"],
+        ["models"],
     ):
         with pytest.raises(SystemExit) as caught:
             main(arguments)
@@ -148,7 +147,9 @@ def test_usage_errors_name_what_is_valid(capsys: pytest.CaptureFixture[str]) -> 
         assert "usage: gristmill" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", ["mine", "crawl", "inspect", "models", "demo"])
+@pytest.mark.parametrize(
+    "verb", ["mine", "crawl", "inspect", "models", "train", "evaluate", "export", "demo"]
+)
 def test_help_shows_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([verb, "--help"])

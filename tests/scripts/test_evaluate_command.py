@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -73,9 +74,17 @@ def test_held_out(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert (output / "table.txt").read_text() == shown
-    assert [line.split()[0] for line in shown.split("\n")[2:7]] == [
+    assert [line.split()[0] for line in shown.split("\n")[3:8]] == [
         "domain", "de", "en", "all", "mean"
     ]  # fmt: skip
+    other = tmp_path / "other"
+    shutil.copytree(checkpoint, other)
+    assert main(["evaluate", checkpoint, str(other), *words[2:5], *words[7:]]) == 0
+    both = capsys.readouterr().out
+    assert shown.rstrip() in both
+    side = both.split("side by side: masked token loss in nats\n\n")[1].split("\n")
+    assert side[0].split() == ["domain", "model", "other", "other", "less", "model"]
+    assert [line.split()[-1] for line in side[1:4]] == ["+0.000"] * 3
     assert main([*words, "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["checkpoints"]
     assert found["settings"]["data"]["held_out"] == 0.5
@@ -105,6 +114,18 @@ def test_mistakes(
     error = [line for line in shown.err.split("\n") if line.startswith("gristmill: ")]
     assert len(error) == 1
     assert message in error[0]
+
+
+def test_an_output_that_cannot_be_written_is_told_before_any_work(
+    checkpoint: str, task: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("x")
+    for place in ("file", "file/out"):
+        words = ["evaluate", checkpoint, task, "--data", str(tmp_path), *FAST]
+        assert main([*words, "--output", str(tmp_path / place)]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"gristmill: --output '{tmp_path / place}' cannot be written (")
+        assert error.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import shlex
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from models.errors import UserError
+from pipelines import recipe_file
 from pipelines.manifest import Manifest, read_manifest
-from pipelines.recipe import load_recipe, shipped_recipes
+from pipelines.recipe import load_recipe
 from scripts.build_kenlm import build
 from scripts.cli import main
 from scripts.make_sample_crawl import make
 from tests.conftest import REPOSITORY
+from training import run_manifest
 
 README = (REPOSITORY / "README.md").read_text()
 CODE = [line.strip() for line in README.split("\n") if line.startswith("    ")]
@@ -22,6 +27,10 @@ COMMANDS = [
     shlex.split(line)[1:] for line in CODE if line.startswith(".venv/bin/gristmill ")
 ]  # fmt: skip
 NEEDS_NETWORK = ["crawl"]
+# The same commands on fewer steps: what they reach is no matter here.
+SHORT_RUN = ["schedule.steps=4", "schedule.warmup_steps=1", "batch.samples=8"]
+SHORT_TASK = ["fine_tuning.seeds=[0]", "fine_tuning.learning_rates=[1e-3]",
+              "fine_tuning.epochs=1", "data.train_examples=100"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +46,21 @@ def demo(tmp_path_factory: pytest.TempPathFactory, data_dir: Path) -> Path:
         patch.setenv("GRISTMILL_DATA", str(data_dir))
         assert main(["demo", "out/demo"]) == 0
     return place
+
+
+def test_the_demo_trains(demo: Path) -> None:
+    run = run_manifest.read(demo / "out/demo/run")
+    assert run.counts.steps == 400
+    mined = (demo / "out/demo/mined/manifest.json").read_bytes()
+    assert [source.manifest_sha256 for source in run.sources] == [hashlib.sha256(mined).hexdigest()]
+    first, *_, last = (
+        json.loads(line)["loss"]
+        for line in (demo / "out/demo/run/metrics.jsonl").read_text().splitlines()
+        if json.loads(line)["kind"] == "train"
+    )
+    # ln(4,000) + ln(2) is the loss of a network that knows nothing.
+    assert abs(first - 8.99) < 0.1
+    assert last < 7.3
 
 
 def test_the_demo(demo: Path) -> None:
@@ -71,13 +95,25 @@ def test_commands(
                    for word in command]  # fmt: skip
     if "wet/*.gz" in command:
         command = [word.replace("wet/*.gz", "lists/*.gz") for word in command]
-    assert main(command) == 0
+    command = [
+        str(data_dir / word.removeprefix("../shared/data/"))
+        if word.startswith("../shared/data") else word
+        for word in command
+    ]  # fmt: skip
+    short = []
+    if command[0] == "train":
+        short = SHORT_RUN
+    elif command[0] == "evaluate" and "held-out" not in command:
+        short = SHORT_TASK
+    assert main([*command, *(word for setting in short for word in ("--set", setting))]) == 0
 
 
 def test_the_readme_shows_every_verb_and_recipe() -> None:
-    assert {command[0] for command in COMMANDS} == {"inspect", "crawl", "models", "mine"}
-    for name in shipped_recipes():
-        assert f"| `{name}` |" in README
+    verbs = {"inspect", "crawl", "models", "mine", "train", "evaluate", "export"}
+    assert {command[0] for command in COMMANDS} == verbs
+    for stage in get_args(recipe_file.Stage):
+        for name in recipe_file.shipped(stage):
+            assert re.search(rf"^\|.*`{name}`.* \|", README, re.MULTILINE), name
     for section, model in load_recipe("default"):
         if section in ("name", "run", "input"):
             continue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import traceback
@@ -17,13 +16,13 @@ from torch import Tensor
 
 from models.albert import build_albert
 from models.decoder import build_decoder
+from tests.training import forked
 from training import checkpoint
 from training.objectives import IGNORED, Objective
 from training.optimisers import build_optimiser
 from training.recipe import Optimiser, Run
 from training.strategy import Parallel, Placement
 
-PRELOADED = ["training.loop", "training.export", "scripts.train_command", "scripts.cli"]
 VOCAB = 90
 EXAMPLES = 4
 STATE: dict[str, Any] = {
@@ -112,8 +111,7 @@ def work(job: Job, rank: int = 0, ranks: int = 1) -> list[float]:
 
 def on_ranks(ranks: int, jobs: Sequence[Any], do: Any = work) -> list[Any]:
     """What `do(job, rank, ranks)` gives for each job on rank 0 of `ranks` processes."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = forked.context()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -14,6 +14,7 @@ from models.tokenizer import load_tokenizer
 from training.domains import load_corpus
 from training.evaluate.domain_loss import DomainLoss
 from training.evaluate.held_out import held_out_losses
+from training.evaluate.unigrams import training_unigrams
 from training.examples import make_builder
 from training.networks import build_network
 from training.objectives import Objective
@@ -28,9 +29,10 @@ def losses(
     objective: torch.nn.Module = Objective(build_network(recipe, tokenizer.get_vocab_size()))
     if wrap:
         objective = torch.nn.parallel.DistributedDataParallel(objective)
+    corpus = load_corpus(recipe.data)
     return held_out_losses(
         objective,
-        load_corpus(recipe.data),
+        corpus,
         make_builder(recipe, tokenizer),
         data=recipe.data,
         limit=recipe.evaluation.examples,
@@ -39,6 +41,7 @@ def losses(
         rank=rank,
         ranks=ranks,
         tokenizer=tokenizer,
+        unigrams=training_unigrams(corpus, tokenizer, data=recipe.data),
     )
 
 

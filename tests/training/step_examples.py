@@ -5,22 +5,23 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from models.albert import build_albert
 from models.decoder import build_decoder
-from training import microbatches
+from training import loop, microbatches
 from training.batches import collate
 from training.examples import IGNORED, Example
 from training.metrics import Window
-from training.objectives import Objective
-from training.recipe import Run
+from training.objectives import Losses, Objective
+from training.recipe import Run, load_recipe
 from training.strategy import Parallel, placed
 
 VOCAB = 90
@@ -128,10 +129,34 @@ def curve(case: dict[str, Any]) -> tuple[list[float], list[dict[str, Tensor]], l
     return losses, found, norms
 
 
+@contextlib.contextmanager
+def spoilt(passes: Collection[int]) -> Iterator[None]:
+    """Let the first example of some of this process's training passes have an infinite loss."""
+    compute = Objective.forward
+    number = -1
+
+    def forward(self: Objective, batch: Mapping[str, Tensor]) -> Losses:
+        nonlocal number
+        losses = compute(self, batch)
+        number += self.training
+        if not self.training or number not in passes:
+            return losses
+        factors = torch.ones_like(losses.sums)
+        factors[:, 0] = torch.inf
+        return losses._replace(sums=losses.sums * factors)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Objective, "forward", forward)
+        yield
+
+
 def rank_process(
     rank: int, ports: Sequence[int], cases: Sequence[dict[str, Any]], place: str
 ) -> None:
-    """One of two spawned ranks: `curve` of every case; rank 0 saves them to `place`.
+    """One of two spawned ranks: each case's `curve`, or the run whose --set is its `train`, with
+    the passes of its `spoilt` spoilt on the second rank.
+
+    Rank 0 saves the results to `place`.
 
     Each case has a process group, and so a port, of its own.
     """
@@ -143,7 +168,11 @@ def rank_process(
     results = []
     for port, case in zip(ports, cases, strict=True):
         os.environ["MASTER_PORT"] = str(port)
-        results.append(curve(case))
+        if "train" in case:
+            with spoilt(case.get("spoilt", ()) if rank == 1 else ()):
+                results.append(loop.train(load_recipe("demo", case["train"]), quiet=True))
+        else:
+            results.append(curve(case))
     if rank == 0:
         torch.save(results, place)
 

@@ -22,10 +22,10 @@ def causal(count: int, *, across: bool = False) -> list[Example]:
     found, start = [], 0
     for index in range(count):
         cut = builder.cut(pages, start, 0)
-        assert cut.arrays is not None
+        (arrays,) = builder.build([cut.plan])
         del pages[: cut.finished]
         start = cut.start
-        found.append(Example(index, index % 3, cut.arrays))
+        found.append(Example(index, index % 3, arrays))
     return found
 
 
@@ -63,7 +63,8 @@ def test_albert_rows_are_padded() -> None:
     builder = AlbertExamples(small_tokenizer(), Examples(sequence_length=64))
     pages = builder.encode([made_up_text(seed, 2 + seed, (3, 6)) for seed in range(4)])
     cuts = [builder.cut([page], 0, key) for key, page in enumerate(pages)]
-    examples = [Example(i, 2, cut.arrays) for i, cut in enumerate(cuts) if cut.arrays]
+    built = builder.build([cut.plan for cut in cuts])
+    examples = [Example(i, 2, arrays) for i, arrays in enumerate(built)]
     sizes = [len(example.arrays["input_ids"]) for example in examples]
     assert len(set(sizes)) > 2
     for length, width in [(None, max(sizes)), (64, 64)]:

@@ -23,7 +23,7 @@ def pack(builder: CausalExamples, pages: Sequence[np.ndarray]) -> tuple[list[Cut
     pages_open: list[np.ndarray] = []
     while True:
         cut = builder.cut(pages_open, start, len(found))
-        if cut.arrays is None and not cut.finished:
+        if cut.plan is None and not cut.finished:
             if not waiting:
                 return found, sum(map(len, pages_open)) - start
             pages_open.append(waiting.pop(0))
@@ -46,10 +46,10 @@ def test_packing_is_a_concatenation(sizes: list[int], length: int) -> None:
     naive = np.concatenate([np.empty(0, np.int32), *pages])
     assert left == len(naive) - len(cuts) * length < length
     owner = np.repeat(np.arange(len(pages)), [len(page) for page in pages])
-    for number, cut in enumerate(cuts):
-        assert cut.arrays is not None
+    examples = builder.build([cut.plan for cut in cuts])
+    for number, arrays in enumerate(examples):
         part = slice(number * length, (number + 1) * length)
-        assert np.array_equal(cut.arrays["input_ids"], naive[part])
+        assert np.array_equal(arrays["input_ids"], naive[part])
         documents, position, expected_ids, expected_positions = -1, 0, [], []
         before = None
         for page in owner[part]:
@@ -58,9 +58,9 @@ def test_packing_is_a_concatenation(sizes: list[int], length: int) -> None:
             expected_ids.append(documents)
             expected_positions.append(position)
             position += 1
-        assert cut.arrays["document_ids"].tolist() == expected_ids
-        assert cut.arrays["position_ids"].tolist() == expected_positions
-        assert {array.dtype for array in cut.arrays.values()} == {np.dtype(np.int32)}
+        assert arrays["document_ids"].tolist() == expected_ids
+        assert arrays["position_ids"].tolist() == expected_positions
+        assert {array.dtype for array in arrays.values()} == {np.dtype(np.int32)}
     empty = sum(len(cut.skipped) for cut in cuts)
     assert empty <= sizes.count(0)
     assert {reason for cut in cuts for reason in cut.skipped} <= {"empty_page"}
@@ -99,5 +99,5 @@ def test_without_document_borders_there_are_no_positions() -> None:
         small_tokenizer(), Examples(sequence_length=8, cross_document_attention=True)
     )
     cut = builder.cut(builder.encode([made_up_text(0, 3)]), 0, 0)
-    assert cut.arrays is not None
-    assert sorted(cut.arrays) == ["document_ids", "input_ids"]
+    (arrays,) = builder.build([cut.plan])
+    assert sorted(arrays) == ["document_ids", "input_ids"]

@@ -17,7 +17,7 @@ from training.evaluate.checkpoint_folder import find_checkpoints
 from training.evaluate.comparison import compare, contenders_of
 from training.evaluate.tables import task_table
 from training.evaluate.task_recipe import TaskRecipe
-from training.evaluate.tasks import SealedLabels
+from training.evaluate.tasks import SealedLabels, load_task
 
 TOKENS, SEQUENCES = "token-classification", "sequence-classification"
 
@@ -49,7 +49,7 @@ def _files(folder: Path, kind: str, *, count: int = 300, shuffled: bool = False)
 
 
 def _compare(recipe: TaskRecipe, checkpoint: Path, **options: Any) -> dict[str, Any]:
-    return compare(recipe, find_checkpoints([str(checkpoint)]), **options)
+    return compare(recipe, load_task(recipe), find_checkpoints([str(checkpoint)]), **options)
 
 
 def test_entities_that_words_tell_are_learnt(tmp_path: Path, checkpoint: Path) -> None:
@@ -141,7 +141,8 @@ def test_the_best_learning_rate_and_epoch_are_those_of_validation(
 
     def tuned(*_: Any, learning_rate: float, seed: int, **__: Any) -> fine_tuning.Run:
         answers = [["person"]] * 40
-        return fine_tuning.Run(learning_rate, seed, [], 1, scores[learning_rate, seed], answers)
+        epochs = [{"validation_loss": 1.0}]
+        return fine_tuning.Run(learning_rate, seed, epochs, 1, scores[learning_rate, seed], answers)
 
     monkeypatch.setattr(comparison, "fine_tune", tuned)
     recipe = _recipe(
@@ -152,6 +153,38 @@ def test_the_best_learning_rate_and_epoch_are_those_of_validation(
     assert model["learning_rate"] == 2e-3
     assert model["validation_by_learning_rate"] == pytest.approx({"0.001": 0.55, "0.002": 0.6})
     assert [run["validation_score"] for run in model["runs"]] == [0.5, 0.7]
+
+
+def test_of_equal_scores_the_lower_loss_is_taken(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With no entity found at any rate all scores are 0; the first rate is no better for that."""
+    losses = {1e-3: 0.9, 2e-3: 0.4, 3e-3: 0.6}
+
+    def tuned(*_: Any, learning_rate: float, seed: int, **__: Any) -> fine_tuning.Run:
+        epochs = [{"validation_loss": losses.get(learning_rate, 0.0)}]
+        best = int(learning_rate in losses)  # at the last rate the loss is NaN in the first epoch
+        return fine_tuning.Run(learning_rate, seed, epochs, best, best - 1.0, [["person"]] * 40)
+
+    monkeypatch.setattr(comparison, "fine_tune", tuned)
+    rates = [*losses, 4e-3]
+    recipe = _recipe(_files(tmp_path, SEQUENCES, count=40), SEQUENCES, learning_rates=rates)
+    (model,) = _compare(recipe, checkpoint, random_baseline=False)["models"]
+    assert model["learning_rate"] == 2e-3
+
+
+def test_checkpoints_are_compared_with_each_other_and_with_random_weights() -> None:
+    def model(name: str, shape: str, mean: float, *, random: bool = False) -> dict[str, Any]:
+        return {"name": name, "random": random, "shape": shape,
+                "test": {"f1": {"mean": mean, "std": 0.03}}}  # fmt: skip
+
+    models = [model("a", "s", 0.5), model("b", "s", 0.75), model("c", "t", 0.25),
+              model("r", "s", 0.125, random=True)]  # fmt: skip
+    found = comparison._differences(models, "f1")
+    assert [(one["name"], one["less"], one["mean"]) for one in found] == [
+        ("a", "r", 0.375), ("b", "a", 0.25), ("b", "r", 0.625), ("c", "a", -0.25), ("c", "b", -0.5)
+    ]  # fmt: skip
+    assert found[0]["std"] == pytest.approx(0.03 * 2**0.5)
 
 
 def test_weights_of_the_best_epoch_predict(
@@ -232,7 +265,7 @@ def test_table() -> None:
              "test": {"accuracy": {"mean": 0.9, "std": 0.01}, "f1": {"mean": 0.5, "std": 0.02}}},
         ],
         "constant": {"name": "always O", "test": {"accuracy": 0.8, "f1": 0.0}},
-        "differences": [{"name": "ours", "random": "random", "mean": 0.125, "std": 0.03}],
+        "differences": [{"name": "ours", "less": "random", "mean": 0.125, "std": 0.03}],
     }  # fmt: skip
     lines = task_table(result).split("\n")
     assert lines[3:] == [

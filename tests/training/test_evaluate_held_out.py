@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from models.errors import UserError
 from models.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
-from tests.training import held_out_ranks
+from tests.training import forked, held_out_ranks
 from tests.training.corpora import Page, make_corpus, random_pages
 from training import sampler
 from training.batches import collate
@@ -24,7 +23,8 @@ from training.domains import load_corpus
 from training.evaluate.checkpoint_folder import find_checkpoints
 from training.evaluate.domain_loss import DomainLoss, TermLoss, example_sums, mean, total
 from training.evaluate.stand_alone import evaluate_held_out
-from training.evaluate.tables import held_out_table
+from training.evaluate.tables import held_out_comparison, held_out_table
+from training.evaluate.unigrams import Unigrams
 from training.examples import make_builder
 from training.held_out import is_held_out
 from training.networks import build_network
@@ -118,7 +118,7 @@ def test_two_ranks_find_what_one_finds(place: Path, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(held_out_ranks.run, args=(2, port, recipes, str(tmp_path)), nprocs=2)
+    forked.start_ranks(held_out_ranks.run, (2, port, recipes, str(tmp_path)), 2)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second
     for recipe, shared in zip(recipes, first, strict=True):
@@ -134,32 +134,43 @@ def test_a_domain_without_held_out_pages_is_named(place: Path) -> None:
     empty = [name for name, loss in found.items() if not loss.examples]
     assert empty == ["fr"]
     assert found["fr"].terms == {}
-    assert found["fr"].unigram_entropy is None
+    assert found["fr"].unigram_loss is None
     assert held_out_table("m", found).endswith("\n\nwithout a held-out example: fr")
 
 
-def test_unigram_entropy_and_bytes(place: Path) -> None:
+def test_bits_per_byte_and_the_unigram_loss(place: Path) -> None:
+    """Counted one by one; the frequencies are those of the training pages alone."""
     recipe = _recipe(place, "decoder")
     tokenizer = load_tokenizer(recipe.model.tokenizer)
     corpus = load_corpus(recipe.data)
-    number = corpus.names.index("en")
+    size = tokenizer.get_vocab_size()
+    trained: dict[str, Counter[int]] = {}
+    for number, name in enumerate(corpus.names):
+        trained[name] = Counter()
+        for page in sampler.pages(corpus, number, data=recipe.data, split="train"):
+            trained[name].update(tokenizer.encode(page, add_special_tokens=False).ids)
+    whole = sum(trained.values(), Counter[int]())
+    own = trained["en"]
     counts: Counter[int] = Counter()
-    text = 0
+    text, nats = 0, 0.0
     seen = set()
     for example in sampler.held_out_examples(
-        corpus, number, make_builder(recipe, tokenizer), data=recipe.data, limit=256
-    ):
+        corpus, corpus.names.index("en"), make_builder(recipe, tokenizer),
+        data=recipe.data, limit=256,
+    ):  # fmt: skip
         ids = example.arrays["input_ids"].tolist()
         seen.add(tuple(ids))
         counts.update(one for one in ids if one not in (0, 2, 3, 4))
         for one in ids[1:]:
             if one > 4:
                 text += len(str(tokenizer.id_to_token(one)).replace("\u2581", " ").encode())
-    assert len(seen) == held_out_ranks.losses(recipe, microbatch=4)["en"].examples < 256
-    whole = counts.total()
-    entropy = -sum(n / whole * math.log(n / whole) for n in counts.values())
+    for one, times in counts.items():
+        q = (whole[one] + 1) / (whole.total() + size - 4)
+        nats -= times * math.log((own[one] + len(own) * q) / (own.total() + len(own)))
     found = held_out_ranks.losses(recipe, microbatch=4)["en"]
-    assert found.unigram_entropy == pytest.approx(entropy)
+    assert len(seen) == found.examples < 256
+    assert found.text_tokens == counts.total()
+    assert found.unigram_loss == pytest.approx(nats / counts.total())
     term = found.terms["next_token"]
     assert found.bits_per_byte == pytest.approx(term.loss * term.count / math.log(2) / text)
     assert found.perplexity == pytest.approx(math.exp(term.loss))
@@ -167,7 +178,7 @@ def test_unigram_entropy_and_bytes(place: Path) -> None:
     assert (masked.perplexity, masked.bits_per_byte) == (None, None)
 
 
-def test_masking_does_not_change_the_entropy(place: Path) -> None:
+def test_masking_does_not_change_the_unigram_loss(place: Path) -> None:
     """It is of the text, not of what the mask left of it."""
     low, high = (
         held_out_ranks.losses(recipe.model_copy(update={"examples": examples}), microbatch=4)["en"]
@@ -175,14 +186,69 @@ def test_masking_does_not_change_the_entropy(place: Path) -> None:
         for share in (0.05, 0.6)
         for examples in [recipe.examples.model_copy(update={"masked": share, "swapped": 0.0})]
     )
-    assert low.unigram_entropy == pytest.approx(high.unigram_entropy)
+    assert low.unigram_loss is not None
+    assert low.unigram_loss == pytest.approx(high.unigram_loss)
+
+
+def test_unigrams_by_hand() -> None:
+    """Eight ids, four of them text: 3 and 1 tokens of ids 5 and 6 in the first domain, 4 of id 6 in
+    the second, none in the third."""
+    domains = tuple(
+        (np.array(ids, dtype=np.int64), np.array(own)) for ids, own in
+        [((5, 6), (3, 1)), ((6,), (4,)), ((), ())]
+    )  # fmt: skip
+    unigrams = Unigrams(domains, 8)
+    # q = (count + 1) / (8 + 4): ids 1, 5, 6, 7 have 1, 4, 6, 1 twelfths.
+    counts = np.array([0, 0, 0, 0, 0, 1, 0, 2])
+    first = -math.log((3 + 2 * 4 / 12) / 6) - 2 * math.log((2 * 1 / 12) / 6)
+    assert unigrams.nats(0, counts) == pytest.approx(first)
+    second = -math.log((4 / 12) / 5) - 2 * math.log((1 / 12) / 5)
+    assert unigrams.nats(1, counts) == pytest.approx(second)
+    assert unigrams.nats(2, counts) == pytest.approx(-math.log(4 / 12) - 2 * math.log(1 / 12))
+    for domain in range(3):  # the probabilities of the four sum to 1
+        sums = [math.exp(-unigrams.nats(domain, np.eye(8)[one])) for one in (1, 5, 6, 7)]
+        assert sum(sums) == pytest.approx(1)
+
+
+def test_a_few_held_out_tokens_do_not_lower_the_baseline(place: Path) -> None:
+    """Of 2 examples the tokens' own entropy is far below what any model could reach."""
+    few, many = (
+        held_out_ranks.losses(_recipe(place, "albert", examples=count), microbatch=4)["en"]
+        for count in (2, 256)
+    )
+    assert few.unigram_loss == pytest.approx(many.unigram_loss, rel=0.15)
+
+
+def test_checkpoints_side_by_side() -> None:
+    def losses(*values: float) -> dict[str, DomainLoss]:
+        return {
+            name: _loss((4, 4 * value, 1)) for name, value in zip(("bn", "en"), values, strict=True)
+        }
+
+    found = [losses(2.0, 4.0), losses(1.5, 4.25)]
+    assert held_out_comparison(["a", "b"], found, same_tokens=True).split("\n") == [
+        "side by side: next token loss in nats",
+        "",
+        "domain          a      b  b less a",
+        "bn          2.000  1.500    -0.500",
+        "en          4.000  4.250    +0.250",
+        "all labels  3.000  2.875    -0.125",
+    ]
+    bits = held_out_comparison(["a", "b"], found, same_tokens=False).split("\n")
+    assert bits[0] == "side by side: bits by byte of text"
+    # 8 nats in 8 bytes, and 6.
+    assert bits[3] == "bn          1.4427  1.0820   -0.3607"
+    masked = [{"bn": DomainLoss(1, {"masked_token": one["bn"].terms["next_token"]})}
+              for one in found]  # fmt: skip
+    assert "do not compare" in held_out_comparison(["a", "b"], masked, same_tokens=False)
+    assert "objectives" in held_out_comparison(["a", "b"], [found[0], masked[0]], same_tokens=True)
 
 
 def _loss(*examples: tuple[float, float, float]) -> DomainLoss:
     counts, losses, correct = np.array(examples, dtype=float).T[:, None, :]
     sums = example_sums(counts, losses, correct)[0]
     term = TermLoss(tuple(sums.tolist()), len(examples))
-    return DomainLoss(len(examples), {"next_token": term}, np.array([0, len(examples)]), 8)
+    return DomainLoss(len(examples), {"next_token": term}, 8, 8)
 
 
 def test_sums_by_hand() -> None:
@@ -204,7 +270,7 @@ def test_sums_by_hand() -> None:
     both = mean([first, first], "next_token")
     assert both is not None
     assert both.standard_error == pytest.approx((2 / 6) / math.sqrt(2))
-    assert mean([DomainLoss(0, {}, np.zeros(0))], "next_token") is None
+    assert mean([DomainLoss(0, {})], "next_token") is None
 
 
 def test_a_checkpoint_alone_finds_what_the_loop_found(place: Path, tmp_path: Path) -> None:

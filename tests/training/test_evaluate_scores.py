@@ -56,6 +56,17 @@ def test_classes() -> None:
     assert found.by_label["c"] == {"precision": 0.0, "recall": 0.0, "f1": 0.0, "support": 1.0}
 
 
+def test_labels_may_have_the_names_of_scores() -> None:
+    gold, predicted = ["accuracy", "macro avg", "b"], ["accuracy", "macro avg", "accuracy"]
+    found = class_scores(gold, predicted, ("accuracy", "b", "macro avg"))
+    assert found.values["macro_f1"] == pytest.approx((2 / 3 + 0 + 1) / 3)
+    assert found.by_label["accuracy"] == pytest.approx(
+        {"precision": 0.5, "recall": 1.0, "f1": 2 / 3, "support": 1.0}
+    )
+    entities = entity_scores([["B-x avg"]], [["B-x avg"]], ("O", "B-x avg", "I-x avg"))
+    assert entities.by_label["x avg"]["f1"] == 1.0
+
+
 def test_macro_f1_counts_a_class_that_is_nowhere() -> None:
     assert class_scores(["a"], ["a"], ("a", "b")).values["macro_f1"] == 0.5
 

@@ -93,6 +93,28 @@ def test_a_missing_file_and_an_unknown_label(tmp_path: Path) -> None:
         load_task(_recipe(tmp_path, test="test"))
 
 
+def test_a_part_that_is_empty_is_told_with_its_reason(tmp_path: Path) -> None:
+    write_table(tmp_path / "train", 30, 0)
+    _write(tmp_path, "test", "text\tlabel\nx\tperson\n")
+    with pytest.raises(UserError) as caught:
+        load_task(_recipe(tmp_path, test="test", validation="test"))
+    assert "no validation example left of 1 in" in str(caught.value)
+    assert "(removed: 1 validation texts that stand in test)" in str(caught.value)
+    with pytest.raises(UserError, match=r"no train example left of 30 .*texts that stand in test"):
+        load_task(_recipe(tmp_path, test="train"))
+
+
+def test_windows_files(tmp_path: Path) -> None:
+    """Byte order mark, line ends, empty lines, spaces in labels."""
+    text = "\ufefftext\tlabel\r\n\r\nhello there\tgood one\r\nb\tbad\r\n\r\n"
+    (tmp_path / "a").write_bytes(text.encode())
+    found = read_table(str(tmp_path / "a"), text_column="text", label_column="label")
+    assert [(one.units, one.labels, one.line) for one in found.examples] == [
+        (("hello there",), ("good one",), 3), (("b",), ("bad",), 4)
+    ]  # fmt: skip
+    assert found.damaged == []
+
+
 def test_a_type_may_be_continued_only_in_the_test(tmp_path: Path) -> None:
     _write(tmp_path, "train", "".join(f"w{n}\tB-PER\n\n" for n in range(20)))
     _write(tmp_path, "test", "a\tB-PER\nb\tI-PER\n")

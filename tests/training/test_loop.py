@@ -12,13 +12,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch._dynamo.utils import counters
 
 from models.errors import Fault, UserError
+from pipelines import lock
 from tests.training import step_examples
 from tests.training.tiny_runs import Place, make_place, recipe, without_times
 from training import loop, microbatches
+from training.evaluate.held_out import held_out_losses
 from training.metrics import Clock
 from training.objectives import Objective
+from training.optimisers import build_optimiser
 from training.recipe import Run
 from training.strategy import Parallel, Placement
 
@@ -170,6 +174,103 @@ def test_stopped_and_resumed_is_uninterrupted(
         assert (tmp_path / "run" / name).read_bytes() == (folder / name).read_bytes()
 
 
+def _same(folder: Path, other: Path) -> bool:
+    return without_times(folder) == without_times(other) and all(
+        (folder / name).read_bytes() == (other / name).read_bytes()
+        for name in ("manifest.json", "model/model.safetensors")
+    )
+
+
+def _signal() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("evaluation", [1, 2])
+def test_signal_cuts_an_evaluation_off(
+    place: Place,
+    finished: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    evaluation: int,
+) -> None:
+    """In the middle of the run, and after its last step; the next call evaluates."""
+    calls = 0
+
+    def interrupted(*arguments: Any, **more: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == evaluation:
+            _signal()
+        return held_out_losses(*arguments, **more)
+
+    monkeypatch.setattr(loop, "held_out_losses", interrupted)
+    summary = run(place, tmp_path / "run", "model.dropout=0.1")
+    step = {1: 5, 2: 8}[evaluation]
+    assert (summary["status"], summary["step"], summary["model"]) == ("stopped", step, None)
+    assert summary["evaluation"] == {}
+    assert (tmp_path / "run/checkpoints/latest").read_text() == f"step-{step:08d}\n"
+    assert len(lines(tmp_path / "run", "evaluation")) == evaluation - 1
+    summary = run(place, tmp_path / "run", "model.dropout=0.1")
+    assert summary["status"] == "finished"
+    assert set(summary["evaluation"]["domains"]) == {"bn", "hi"}
+    assert _same(tmp_path / "run", finished[0])
+
+
+def test_signal_before_the_first_step(
+    place: Place,
+    finished: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*arguments: Any) -> Any:
+        _signal()
+        return build_optimiser(*arguments)
+
+    monkeypatch.setattr(loop, "build_optimiser", interrupted)
+    summary = run(place, tmp_path / "run", "model.dropout=0.1")
+    assert (summary["status"], summary["step"], summary["examples"]) == ("stopped", 0, 0)
+    monkeypatch.undo()
+    assert run(place, tmp_path / "run", "model.dropout=0.1")["status"] == "finished"
+    assert _same(tmp_path / "run", finished[0])
+
+
+def test_one_run_at_a_time(place: Place, tmp_path: Path) -> None:
+    descriptor = lock.take(tmp_path / "run" / "run.lock")
+    assert descriptor is not None
+    for restart in (False, True):
+        with pytest.raises(UserError, match=r"another run is at work in output .*run'"):
+            run(place, tmp_path / "run", restart=restart)
+    os.close(descriptor)  # as the end of a process does, whatever ended it
+    assert run(place, tmp_path / "run", "schedule.steps=3")["status"] == "finished"
+    assert not (tmp_path / "run" / "run.lock").exists()
+
+
+def test_goes_on_with_smaller_microbatches(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way out of too little memory; the curve stays what it was."""
+    fields = ("run.log_every=1", "evaluation.every=4", "checkpoint.every=4")
+    run(place, tmp_path / "whole", *fields)
+    monkeypatch.setattr(loop, "held_out_losses", None)
+    with pytest.raises(TypeError):  # died in its evaluation
+        run(place, tmp_path / "run", *fields)
+    monkeypatch.undo()
+    more = ("batch.microbatch=1", "run.activation_checkpointing=true")
+    assert run(place, tmp_path / "run", *fields, *more)["status"] == "finished"
+    found, expected = without_times(tmp_path / "run"), without_times(tmp_path / "whole")
+    assert [(one["kind"], one["step"]) for one in found] == [
+        (one["kind"], one["step"]) for one in expected
+    ]
+    for one, other in zip(found, expected, strict=True):
+        if one["kind"] == "train":
+            assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
+    recipes = [
+        json.loads((tmp_path / name / "manifest.json").read_text())["recipe_digest"]
+        for name in ("run", "whole")
+    ]
+    assert recipes[0] == recipes[1]
+
+
 def test_finished_run_has_nothing_to_do(
     place: Place, finished: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,7 +303,7 @@ def test_folder_of_something_else_is_left_alone(
     assert Path(place.manifest).read_bytes() == before
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.txt").write_text("mine")
-    with pytest.raises(UserError, match="'model' that no run"):
+    with pytest.raises(UserError, match=r"'model/mine\.txt', which no run"):
         run(place, tmp_path, restart=restart)
     assert (tmp_path / "model" / "mine.txt").read_text() == "mine"
 
@@ -240,6 +341,16 @@ def test_infinite_step_is_skipped_and_named(
     assert (second["step"], second["non_finite_losses"], second["in_a_row"]) == (5, [20, 21, 22], 1)
     assert all(line["loss"] < 7 for line in lines(tmp_path / "run", "train"))
     assert lines(tmp_path / "run", "train")[-1]["skipped_steps"] == 2
+
+
+def test_line_of_skipped_steps_alone_has_no_loss(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _spoil(monkeypatch, lambda step: step < 2)
+    run(place, tmp_path / "run", "schedule.steps=4", "run.log_every=2")
+    first, second = lines(tmp_path / "run", "train")
+    assert (first["loss"], first["terms"], first["gradient_norm"]) == (None, {}, None)
+    assert second["loss"] > 4
 
 
 def test_too_many_infinite_steps_end_the_run(
@@ -298,13 +409,21 @@ def test_bf16_follows_fp32(place: Place, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # compiles C++
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
 @pytest.mark.parametrize("family", ["albert", "decoder"])
-def test_compiled_run_is_the_plain_one(place: Place, tmp_path: Path, family: str) -> None:
+def test_compiled_run_is_the_plain_one(
+    place: Place, tmp_path: Path, family: str, activation_checkpointing: bool
+) -> None:
     fields = (f"model.family={family}", "schedule.steps=3", "schedule.warmup_steps=1",
               "run.log_every=1", "checkpoint.every=2")  # fmt: skip
     run(place, tmp_path / "plain", *fields)
-    more = ("run.compile=true", "run.activation_checkpointing=true")
-    run(place, tmp_path / "compiled", *fields, *more)
+    torch._dynamo.reset()
+    counters.clear()
+    more = f"run.activation_checkpointing={str(activation_checkpointing).lower()}"
+    run(place, tmp_path / "compiled", *fields, "run.compile=true", more)
+    # torch.compile says nothing when it leaves a function as it is.
+    assert counters["stats"]["calls_captured"] > 50
+    assert not counters["graph_break"]
     plain, compiled = (
         [line["loss"] for line in lines(tmp_path / name, "train")] for name in ("plain", "compiled")
     )

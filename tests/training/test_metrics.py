@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models.albert import build_albert
 from models.decoder import build_decoder
+from models.errors import Fault
 from training import metrics
 from training.flops import flops_per_token, known_peak, peak_flops, peaks
 from training.metrics import Clock, LiveLine, MetricsLog, Window, duration
@@ -60,7 +61,7 @@ def test_window_goes_through_a_checkpoint_exactly() -> None:
     again.fold(ALONE)
     assert torch.equal(again.sums, 2 * window.sums)
     again.clear()
-    assert again.means() == {"loss": 0.0, "terms": {}, "domains": {}}
+    assert again.means() == {"loss": None, "terms": {}, "domains": {}}
 
 
 def test_resumed_log_has_no_torn_and_no_doubled_line(tmp_path: Path) -> None:
@@ -126,6 +127,18 @@ def test_live_line_elsewhere_than_on_a_terminal(capsys: pytest.CaptureFixture[st
         "step 1/10  loss 3.1416  2,000 tokens/s  MFU 20%  18 s left\n"
     )
     assert not LiveLine(10, shown=False).due(10)
+    live.show(2, None, clock)  # a rank without an example
+    assert capsys.readouterr().err == "step 2/10  2,000 tokens/s  MFU 20%  16 s left\n"
+
+
+def test_full_disk_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "METRICS_FILE", "full")
+    (tmp_path / "full").symlink_to("/dev/full")
+    monkeypatch.setattr(metrics, "_truncate", lambda path, step: [])
+    log = MetricsLog(tmp_path, step=0, tensorboard=False)
+    with pytest.raises(Fault, match=r"cannot write '.*/full': No space left on device"):
+        log.write({"kind": "train", "step": 1})
+    log.close()
 
 
 @pytest.mark.parametrize(

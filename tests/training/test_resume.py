@@ -118,8 +118,9 @@ def test_another_recipe_does_not_go_on(runs: Runs, whole: Path, tmp_path: Path) 
     run = runs.start(output, "schedule.steps=20")
     assert run.end() == 2
     (said,) = run.said().splitlines()
-    assert said.startswith(f"gristmill: the checkpoints in '{output}' are of another run: "
+    assert said.startswith(f"gristmill: '{output}' holds another run: "
                            "schedule.steps = '20' is '12' there: ")  # fmt: skip
+    assert "model.init" in said
     assert newest(output) == "step-00000002"
     runs.finish(output, "--restart")
     assert result(output) == result(whole)
@@ -194,8 +195,8 @@ def test_killed_at_every_write(runs: Runs, whole: Path, tmp_path: Path) -> None:
 def test_torchrun(runs: Runs, inputs: Inputs, whole: Path, tmp_path: Path) -> None:
     """SIGTERM to torchrun: the ranks save and leave, torchrun itself ends with 1."""
     output = tmp_path / "run"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
-               "--master-port", "0", "-m", "scripts.cli", *inputs.words(output)]  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+               "--nproc-per-node", "2", "-m", "scripts.cli", *inputs.words(output)]  # fmt: skip
     process = subprocess.Popen(
         command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -203,12 +204,14 @@ def test_torchrun(runs: Runs, inputs: Inputs, whole: Path, tmp_path: Path) -> No
     try:
         deadline_s = time.monotonic() + 300
         while not any(line["step"] >= 2 for line in metrics(output)):
+            assert process.poll() is None, process.communicate()[1]
             assert time.monotonic() < deadline_s
             time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
         _, said = process.communicate(timeout=300)
     finally:
-        process.kill()
+        process.terminate()  # killed, torchrun would leave its ranks behind
+        process.wait(60)
     assert process.returncode == 1
     (saved,) = re.findall(r"saved after step (\d+)", said)
     assert newest(output) == f"step-{int(saved):08d}"

@@ -12,6 +12,7 @@ import pytest
 from models.errors import UserError
 from models.tokenizer import save_tokenizer, tokenizer_digest, train_tokenizer
 from pipelines.manifest import read_manifest
+from scripts.cli import main
 from tests.conftest import REPOSITORY
 from tests.training.corpora import Page, make_corpus, random_pages
 from training import identity, run_manifest
@@ -27,7 +28,7 @@ HELD_OUT = {
             "accuracy_standard_error": None, "labels": 40,
         }
     },
-    "unigram_entropy": 2.0,
+    "unigram_loss": 2.0,
     "perplexity": 4.5,
     "bits_per_byte": None,
 }  # fmt: skip
@@ -113,6 +114,31 @@ def test_the_same_run_gives_the_same_bytes_wherever_it_is(
         assert place not in text
 
 
+def test_inspect_shows_a_run(
+    made: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints" / "latest").write_text("step-00000004\n")
+    assert main(["inspect", str(run)]) == 0
+    assert capsys.readouterr().out == (
+        "unfinished run; newest checkpoint: step-00000004; the same command goes on from it\n"
+    )
+    written = write(run, made)
+    for target in (run, run / "manifest.json"):
+        assert main(["inspect", str(target)]) == 0
+        text = capsys.readouterr().out
+        assert "10, 1 of them skipped" in text
+        for digest in (written.recipe_digest, written.tokenizer.sha256,
+                       written.sources[0].manifest_sha256, written.files[0].sha256):  # fmt: skip
+            assert digest in text
+        assert "next_token 1.500" in text
+    assert main(["inspect", str(run), "--json"]) == 0
+    assert capsys.readouterr().out.strip() == written.to_json().strip()
+    assert main(["inspect", str(run), "--verify"]) == 2
+    assert "is a training run" in capsys.readouterr().err
+
+
 def test_no_manifest(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no manifest at .*: the run is not finished"):
         run_manifest.read(tmp_path)
@@ -127,9 +153,12 @@ def test_how_the_work_is_done_does_not_matter(made: tuple[str, str]) -> None:
         ("run", "strategy", "zero3"), ("run", "device", "cpu"), ("run", "log_every", 3),
         ("run", "tensorboard", False), ("checkpoint", "every", 7), ("checkpoint", "keep", 5),
         ("evaluation", "every", 2), ("evaluation", "examples", 9), ("data", "readers", 2),
-        ("output", "directory", "elsewhere"),
+        ("data", "cache_bytes", 9),
+        ("output", "directory", "elsewhere"), ("batch", "microbatch", 1), ("run", "compile", True),
+        ("run", "activation_checkpointing", True), ("run", "max_skipped_steps", 9),
     ]:  # fmt: skip
-        other = identity_of(recipe_of(*made, **{section: {field: value}}))
+        samples = {"samples": 32} if section == "batch" else {}
+        other = identity_of(recipe_of(*made, **{section: {**samples, field: value}}))
         identity.check(base, other, "out")
         assert other == base
 
@@ -157,8 +186,9 @@ def test_another_recipe_is_told_by_its_field(
     with pytest.raises(UserError) as error:
         identity.check(before, identity_of(recipe_of(*made, **changes)), "out/run")
     assert str(error.value) == (
-        f"the checkpoints in 'out/run' are of another run: {said}: set it back, give another "
-        "--output, or throw them away with --restart"
+        f"'out/run' holds another run: {said}: set it back; or go on from that run's weights "
+        "(gristmill export 'out/run' --output MODEL, then here --set model.init=MODEL and another "
+        "--output); or throw it away with --restart"
     )
 
 

@@ -98,11 +98,11 @@ def slow_stream(corpus: Corpus, shares: list[float], settings: Data) -> Iterator
             cut = builder.cut(pages, start[0], mix(settings.seed, 1, index))
             del pages[: cut.finished]
             start[0] = cut.start
-            if cut.arrays is not None:
+            if cut.plan is not None:
                 break
             if not cut.finished:
                 pages += builder.encode([next(texts)])
-        yield index, domain, " ".join(cut.arrays["words"]), int(cut.arrays["key"])
+        yield index, domain, " ".join(cut.plan["words"]), int(cut.plan["key"])
         index += 1
 
 

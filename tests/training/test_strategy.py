@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from safetensors.torch import load_file
 
+from models.errors import UserError
+from tests.training import forked
 from tests.training.step_examples import curve, free_ports, rank_process
+from tests.training.tiny_runs import Place, make_place, overrides, without_times
+from training import loop
+from training.prepare import strategy_of
+from training.recipe import Run, load_recipe
+from training.strategy import placed
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 FAMILIES = ("albert", "decoder")
@@ -36,17 +44,47 @@ def _cases() -> list[dict[str, Any]]:
 
 
 CASES = _cases()
+RUNS = {
+    "ddp": ("run.strategy=ddp", "model.dropout=0.1"),
+    "zero1": ("run.strategy=zero1", "model.family=decoder", "optimiser.name=adamw"),
+    "zero2": ("run.strategy=zero2", "model.dropout=0.1"),
+    "zero3": ("run.strategy=zero3", "model.family=decoder", "optimiser.name=adamw",
+              "run.activation_checkpointing=true", "run.precision=bf16"),
+}  # fmt: skip
+"""Whole runs, with an evaluation and a checkpoint in the middle."""
+SPOILT = ("ddp", "zero3")
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    place = tmp_path_factory.mktemp("ranks") / "results.pt"
-    mp.spawn(rank_process, args=(free_ports(len(CASES)), CASES, str(place)), nprocs=2)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def crawl(folder: Path) -> Place:
+    return make_place(folder)
+
+
+def _sets(crawl: Place, output: Path, *fields: str) -> list[str]:
+    # 8 examples in microbatches of 2: two ranks share the 4 microbatches of one process.
+    return [*overrides(crawl, output), "batch.samples=8", "checkpoint.every=4", "run.log_every=1",
+            *fields]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder: Path, crawl: Place) -> list[Any]:
+    place = folder / "results.pt"
+    runs = [{"train": _sets(crawl, folder / name, *RUNS[name])} for name in RUNS]
+    one_rank_spoilt = [
+        {"train": _sets(crawl, folder / f"spoilt-{name}", f"run.strategy={name}"), "spoilt": (4, 5)}
+        for name in SPOILT
+    ]
+    cases = [*CASES, *runs, *one_rank_spoilt]
+    forked.start_ranks(rank_process, (free_ports(len(cases)), cases, str(place)), 2)
     results: list[Any] = torch.load(place, weights_only=True)
     return results
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_two_ranks_are_one_process(two_ranks: list[Any], number: int) -> None:
     case = CASES[number]
@@ -58,6 +96,47 @@ def test_two_ranks_are_one_process(two_ranks: list[Any], number: int) -> None:
         assert found.keys() == expected.keys()
         for name in expected:
             torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_run_of_two_ranks_is_the_run_of_one(
+    two_ranks: list[Any], folder: Path, crawl: Place, name: str
+) -> None:
+    summary = two_ranks[len(CASES) + list(RUNS).index(name)]
+    assert (summary["status"], summary["ranks"], summary["strategy"]) == ("finished", 2, name)
+    alone = folder / f"{name}-alone"
+    fields = [field for field in RUNS[name] if not field.startswith("run.strategy")]
+    loop.train(load_recipe("demo", _sets(crawl, alone, *fields)), quiet=True)
+    # FSDP2 rounds weights to bf16, autocast rounds also between them.
+    within = 0.02 if "run.precision=bf16" in fields else 1e-5
+    found, expected = without_times(folder / name), without_times(alone)
+    assert [(line["kind"], line["step"]) for line in found] == [
+        *[("train", step) for step in range(1, 6)], ("evaluation", 5),
+        *[("train", step) for step in range(6, 9)], ("evaluation", 8),
+    ]  # fmt: skip
+    for one, other in zip(found, expected, strict=True):
+        if one["kind"] == "train":
+            assert one["loss"] == pytest.approx(other["loss"], abs=within)
+            assert one["tokens"] == other["tokens"]
+        else:
+            terms, other_terms = one["total"]["terms"], other["total"]["terms"]
+            for term in other_terms:
+                assert terms[term]["labels"] == other_terms[term]["labels"]
+                assert terms[term]["loss"] == pytest.approx(other_terms[term]["loss"], abs=within)
+    weights = load_file(folder / name / "model" / "model.safetensors")
+    for key, tensor in load_file(alone / "model" / "model.safetensors").items():
+        torch.testing.assert_close(weights[key], tensor, rtol=0, atol=max(within, 1e-4), msg=key)
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_infinite_loss_on_one_rank_skips_the_step_on_all(
+    two_ranks: list[Any], folder: Path, name: str
+) -> None:
+    summary = two_ranks[len(CASES) + len(RUNS) + SPOILT.index(name)]
+    assert (summary["status"], summary["step"], summary["skipped_steps"]) == ("finished", 8, 1)
+    (line,) = [one for one in without_times(folder / f"spoilt-{name}") if one["kind"] == "skipped"]
+    # Two passes a step: those of the third step. Example i is in microbatch i % 4.
+    assert (line["step"], line["examples"], line["non_finite_losses"]) == (3, [16, 23], [17, 19])
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import socket
 
-import torch.multiprocessing as mp
-
-from tests.training import two_ranks
+from tests.training import forked, two_ranks
 
 
 def test_two_ranks_compute_what_one_does() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(two_ranks.run, args=(port,), nprocs=two_ranks.RANKS)
+    forked.start_ranks(two_ranks.run, (port,), two_ranks.RANKS)

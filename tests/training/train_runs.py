@@ -7,7 +7,6 @@ forks for each process; what runs then is the command line as a user starts it.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from models.tokenizer import save_tokenizer, train_tokenizer
-from tests.training.checkpointed import PRELOADED
+from tests.training import forked
 from tests.training.corpora import make_corpus, random_pages
 
 LIMIT_S = 300.0
@@ -109,8 +108,7 @@ class Runs:
 
     def __init__(self, folder: Path, inputs: Inputs) -> None:
         self._folder, self._inputs = folder, inputs
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOADED)
+        self._context = forked.context()
         self._runs: list[Run] = []
 
     def start(

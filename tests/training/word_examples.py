@@ -28,7 +28,7 @@ class WordExamples:
         self.encoded.append(len(texts))
         return [text.split() for text in texts]
 
-    def cut(self, pages: Sequence[list[str]], start: int, key: int) -> Cut:
+    def cut(self, pages: Sequence[list[str]], start: int, key: int, *, last: bool = False) -> Cut:
         if pages and start == 0 and pages[0][:1] == [SKIPPED]:
             return Cut(None, 1, 0, ("skipped",))
         found: list[str] = []
@@ -40,7 +40,10 @@ class WordExamples:
                 done = used == len(page)
                 arrays = {"words": np.array(found), "key": np.array(key, np.uint64)}
                 return Cut(arrays, number + done, 0 if done else used)
-        return Cut(None, 0, start)
+        return Cut(None, len(pages), 0) if last else Cut(None, 0, start)
+
+    def build(self, plans: Sequence[dict[str, np.ndarray]]) -> list[dict[str, np.ndarray]]:
+        return list(plans)
 
 
 class DyingExamples(WordExamples):

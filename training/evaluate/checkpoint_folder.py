@@ -17,11 +17,11 @@ from transformers.utils import logging as transformers_logging
 
 from models import files, tokenizer
 from models.errors import UserError
+from training.evaluate.checkpoint_place import find_places
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _PAD = "[PAD]"
 
 
@@ -54,22 +54,13 @@ class CheckpointFolder:
 
 
 def find_checkpoints(paths: Sequence[str]) -> list[CheckpointFolder]:
-    """The checkpoints at `paths`: exported folders, or run folders (their model/).
+    """The checkpoints at `paths`, as `checkpoint_place.find_places` finds and names them.
 
-    Names are those of the folders, or the whole paths where two folders have the same name.
     Raises UserError for a folder that is none, or is not complete.
     """
-    found = [_find(Path(path)) for path in paths]
-    resolved = [folder.path.resolve() for folder in found]
-    for number, place in enumerate(resolved):
-        if place in resolved[:number]:
-            raise UserError(f"checkpoint '{paths[number]}' is given twice: name each one once")
-    names = [folder.name for folder in found]
     return [
-        folder
-        if names.count(folder.name) == 1
-        else CheckpointFolder(paths[number], folder.path, folder.run, folder.config)
-        for number, folder in enumerate(found)
+        CheckpointFolder(place.name, place.model, place.run, _config(place.model))
+        for place in find_places(paths)
     ]
 
 
@@ -177,30 +168,6 @@ def pad_id_of(own_tokenizer: Tokenizer, folder: CheckpointFolder) -> int:
     if found is None:
         raise UserError(f"checkpoint '{folder.path}' has no padding token: add '{_PAD}' to it")
     return int(found)
-
-
-def _find(path: Path) -> CheckpointFolder:
-    if (path / "config.json").is_file():
-        model = path
-        run = path.parent if path.name == "model" and _is_run(path.parent) else None
-    elif (path / "model" / "config.json").is_file():
-        model, run = path / "model", path
-    else:
-        what = "is no folder" if not path.is_dir() else "holds neither config.json nor model/"
-        raise UserError(
-            f"checkpoint '{path}' {what}: give an exported model or the folder of a finished run"
-        )
-    if not any((model / name).is_file() for name in _WEIGHTS):
-        raise UserError(
-            f"checkpoint '{model}' holds no {_WEIGHTS[0]}: only safetensors are opened; "
-            "export the run again"
-        )
-    named = run if run is not None else model
-    return CheckpointFolder(named.resolve().name, model, run, _config(model))
-
-
-def _is_run(folder: Path) -> bool:
-    return (folder / "manifest.json").is_file()
 
 
 def _config(model: Path) -> PretrainedConfig:

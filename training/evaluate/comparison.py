@@ -8,6 +8,7 @@ each seed. A finished run is a file in the results folder: it is not run again.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from training.evaluate.fine_tuning import Run, fine_tune, score
 from training.evaluate.tables import task_table
 from training.evaluate.task_batches import EncodedTask, encode_task
 from training.evaluate.task_recipe import TaskRecipe
-from training.evaluate.tasks import Task, load_task, summary
+from training.evaluate.tasks import Task, summary
 
 _NOT_SHAPE = {"_name_or_path", "architectures", "dtype", "transformers_version", "torch_dtype"}
 Progress = Callable[[str], None]
@@ -57,20 +58,20 @@ class Found:
 
 def compare(
     recipe: TaskRecipe,
+    task: Task,
     folders: Sequence[CheckpointFolder],
     *,
     random_baseline: bool = True,
     output: str | None = None,
     progress: Progress = lambda text: None,
 ) -> dict[str, Any]:
-    """Fine-tune every model, choose on validation, score on test.
+    """Fine-tune every model on `task` (of `recipe`), choose on validation, score on test.
 
     Returns what `tables.task_table` prints and result.json holds. With `output` (a folder): runs/
     has a file for each (model, learning rate, seed), models/ one for each model and seed with its
     scores, result.json and table.txt stand for the whole. Raises UserError for data or checkpoints
     that cannot be used, and when every learning rate makes a model diverge.
     """
-    task = load_task(recipe)
     for line in summary(task):
         progress(line)
     contenders = contenders_of(folders, random_baseline=random_baseline)
@@ -175,7 +176,8 @@ def _search(
         for seed in first:
             runs[rate, seed] = run(rate, seed)
         search[rate] = scores.spread([runs[rate, seed].validation_score for seed in first]).mean
-    rate = max(search, key=lambda one: search[one])
+    # Equal scores (of hard tasks often 0) are told apart by the loss, as epochs are.
+    rate = max(search, key=lambda one: (search[one], -_loss([runs[one, seed] for seed in first])))
     for seed in settings.seeds:
         if (rate, seed) not in runs:
             runs[rate, seed] = run(rate, seed)
@@ -187,6 +189,13 @@ def _search(
             f"{lost[0]} went to NaN in its first epoch: give lower fine_tuning.learning_rates"
         )
     return Found(contender, search, rate, chosen)
+
+
+def _loss(runs: Sequence[Run]) -> float:
+    """Mean validation loss of the best epochs; infinite where a run had none."""
+    if not all(run.best_epoch for run in runs):
+        return math.inf
+    return math.fsum(run.epochs[run.best_epoch - 1]["validation_loss"] for run in runs) / len(runs)
 
 
 def _run(
@@ -299,26 +308,26 @@ def _constant(task: Task, gold: Sequence[Sequence[str]]) -> dict[str, Any]:
 
 
 def _differences(models: Sequence[dict[str, Any]], main: str) -> list[dict[str, Any]]:
-    """Each checkpoint less the random weights of its shape, on the main score.
+    """Each checkpoint less the ones before it and less the random weights of its shape, on the
+    main score.
 
     `std` is the root of the two sample variances' sum: the spread of one such difference.
     """
     found = []
-    for model in models:
-        if model["random"]:
-            continue
-        for other in models:
-            if other["random"] and model["shape"] == other["shape"]:
-                first, second = model["test"][main], other["test"][main]
-                known = first["std"] is not None and second["std"] is not None
-                found.append(
-                    {
-                        "name": model["name"],
-                        "random": other["name"],
-                        "mean": first["mean"] - second["mean"],
-                        "std": (first["std"] ** 2 + second["std"] ** 2) ** 0.5 if known else None,
-                    }
-                )
+    trained = [model for model in models if not model["random"]]
+    for number, model in enumerate(trained):
+        same = [other for other in models if other["random"] and model["shape"] == other["shape"]]
+        for other in (*trained[:number], *same):
+            first, second = model["test"][main], other["test"][main]
+            known = first["std"] is not None and second["std"] is not None
+            found.append(
+                {
+                    "name": model["name"],
+                    "less": other["name"],
+                    "mean": first["mean"] - second["mean"],
+                    "std": (first["std"] ** 2 + second["std"] ** 2) ** 0.5 if known else None,
+                }
+            )
     return found
 
 

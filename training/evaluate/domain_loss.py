@@ -82,10 +82,12 @@ class DomainLoss:
 
     examples: int
     terms: dict[str, TermLoss]
-    token_counts: np.ndarray
-    """How often each id stands in the examples' text (vocabulary so far seen,)."""
+    text_tokens: int = 0
+    """Tokens of the examples' text, masked ones among them; no special tokens."""
     text_bytes: int | None = None
     """UTF-8 bytes of the causal labels' text as the tokenizer normalised it."""
+    unigram_nats: float | None = None
+    """What these tokens cost by the frequencies of the training pages (`unigrams.Unigrams`)."""
 
     @property
     def perplexity(self) -> float | None:
@@ -105,14 +107,12 @@ class DomainLoss:
         return term.sums[_LOSS] / math.log(2) / self.text_bytes
 
     @property
-    def unigram_entropy(self) -> float | None:
-        """Entropy of the examples' own token frequencies, nats: what no model that ignores the
-        context can go below on them."""
-        total = self.token_counts.sum()
-        if total == 0:
+    def unigram_loss(self) -> float | None:
+        """Nats by token of guessing by the frequencies of the training pages' tokens, without
+        looking at the context: what a network has to be better than."""
+        if self.unigram_nats is None or not self.text_tokens:
             return None
-        share = self.token_counts[self.token_counts > 0] / total
-        return float(-(share * np.log(share)).sum())
+        return self.unigram_nats / self.text_tokens
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers, for logs and `--json`."""
@@ -128,14 +128,14 @@ class DomainLoss:
                 }
                 for name, term in self.terms.items()
             },
-            "unigram_entropy": self.unigram_entropy,
+            "unigram_loss": self.unigram_loss,
             "perplexity": self.perplexity,
             "bits_per_byte": self.bits_per_byte,
         }
 
 
 def total(losses: Iterable[DomainLoss]) -> DomainLoss:
-    """All domains as one: each label counts the same."""
+    """All domains as one: each label counts the same. Each keeps its own unigram baseline."""
     losses = list(losses)
     examples = sum(loss.examples for loss in losses)
     names = dict.fromkeys(name for loss in losses for name in loss.terms)
@@ -143,11 +143,12 @@ def total(losses: Iterable[DomainLoss]) -> DomainLoss:
     for name in names:
         sums = np.sum([loss.terms[name].sums for loss in losses if name in loss.terms], axis=0)
         terms[name] = TermLoss(tuple(sums.tolist()), examples)
-    counts = np.zeros(max((len(loss.token_counts) for loss in losses), default=0), dtype=np.int64)
-    for loss in losses:
-        counts[: len(loss.token_counts)] += loss.token_counts
-    known = [loss.text_bytes for loss in losses if loss.text_bytes is not None]
-    return DomainLoss(examples, terms, counts, sum(known) if known else None)
+    tokens = sum(loss.text_tokens for loss in losses)
+    sizes = [loss.text_bytes for loss in losses if loss.text_bytes is not None]
+    nats = [loss.unigram_nats for loss in losses if loss.unigram_nats is not None]
+    return DomainLoss(
+        examples, terms, tokens, sum(sizes) if sizes else None, math.fsum(nats) if nats else None
+    )
 
 
 @dataclass(frozen=True)

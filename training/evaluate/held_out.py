@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from models.tokenizer import CLS_ID, MASK_ID, PAD_ID, SEP_ID, SPACE, UNK_ID
+from models.tokenizer import SPACE, UNK_ID
 from training import batches, sampler
 from training.evaluate.domain_loss import (
     SUMS,
@@ -22,6 +22,7 @@ from training.evaluate.domain_loss import (
     term_losses,
     total,
 )
+from training.evaluate.unigrams import NO_TEXT, Unigrams, text_counts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from training.recipe import Data
 
 __all__ = ["DomainLoss", "held_out_losses", "token_bytes", "total"]
-
-_NO_TEXT = (PAD_ID, CLS_ID, SEP_ID, MASK_ID)
 
 
 def held_out_losses(
@@ -49,12 +48,14 @@ def held_out_losses(
     ranks: int = 1,
     precision: Literal["fp32", "bf16"] = "fp32",
     tokenizer: Tokenizer | None = None,
+    unigrams: Unigrams | None = None,
 ) -> dict[str, DomainLoss]:
     """Losses of `objective` on at most `limit` held-out examples of each domain, by its name.
 
     All ranks call it together; rank r computes examples i with i % ranks == r, and all return the
     same sums. Neither `microbatch` nor `ranks` changes a loss beyond rounding. `tokenizer` is
-    needed for `bits_per_byte` alone. The module is left in the mode (training or not) it was in.
+    needed for `bits_per_byte` alone, `unigrams` (of the same corpus, counted once for any number of
+    calls) for `unigram_loss`. The module is left in the mode (training or not) it was in.
     """
     wrapped: Any = getattr(objective, "module", objective)
     terms: tuple[str, ...] = wrapped.terms
@@ -64,7 +65,7 @@ def held_out_losses(
     objective.eval()
     sums = np.zeros((len(corpus.names), len(terms), SUMS))
     examples = [0] * len(corpus.names)
-    texts = [_Text() for _ in corpus.names]
+    texts = [_Text(bytes_of_id, unigrams) for _ in corpus.names]
     try:
         with (
             torch.no_grad(),
@@ -74,7 +75,7 @@ def held_out_losses(
                 found = sampler.held_out_examples(corpus, domain, builder, data=data, limit=limit)
                 for group in _groups(found, microbatch * ranks):
                     examples[domain] += len(group)
-                    texts[domain].add(group, bytes_of_id)
+                    texts[domain].add(group)
                     own = group[rank::ranks]
                     # A rank without a share of the last group runs the network all the same.
                     batch = batches.collate(own or group[:1])
@@ -90,12 +91,13 @@ def held_out_losses(
     causal = bytes_of_id is not None and "next_token" in terms
     return {
         name: DomainLoss(
-            count,
-            term_losses(terms, found, count),
-            text.counts,
-            text.bytes if causal else None,
+            examples[domain],
+            term_losses(terms, sums[domain], examples[domain]),
+            texts[domain].tokens,
+            texts[domain].bytes if causal else None,
+            texts[domain].unigram_nats(domain),
         )
-        for name, found, count, text in zip(corpus.names, sums, examples, texts, strict=True)
+        for domain, name in enumerate(corpus.names)
     }
 
 
@@ -104,27 +106,33 @@ def token_bytes(tokenizer: Tokenizer) -> np.ndarray:
     token and an unknown piece none. The space that is put before a document counts too."""
     sizes = np.zeros(tokenizer.get_vocab_size(), dtype=np.int64)
     for piece, index in tokenizer.get_vocab().items():
-        if index not in (*_NO_TEXT, UNK_ID):
+        if index not in (*NO_TEXT, UNK_ID):
             sizes[index] = len(piece.replace(SPACE, " ").encode())
     return sizes
 
 
 class _Text:
-    """Counts of the tokens in one domain's examples."""
+    """The tokens in one domain's examples."""
 
-    def __init__(self) -> None:
-        self.counts = np.zeros(0, dtype=np.int64)
+    def __init__(self, bytes_of_id: np.ndarray | None, unigrams: Unigrams | None) -> None:
+        self._bytes_of_id = bytes_of_id
+        self._unigrams = unigrams
+        self._counts = None if unigrams is None else np.zeros(unigrams.vocab_size, dtype=np.int64)
+        self.tokens = 0
         self.bytes = 0
 
-    def add(self, examples: Sequence[Example], bytes_of_id: np.ndarray | None) -> None:
-        for example in examples:
-            ids = _own_tokens(example)
-            text = ids[~np.isin(ids, _NO_TEXT)]
-            words = np.bincount(text, minlength=len(self.counts))
-            words[: len(self.counts)] += self.counts
-            self.counts = words
-            if bytes_of_id is not None:
-                self.bytes += int(bytes_of_id[ids[1:]].sum())
+    def add(self, examples: Sequence[Example]) -> None:
+        found = [_own_tokens(example) for example in examples]
+        self.tokens += sum(int((~np.isin(ids, NO_TEXT)).sum()) for ids in found)
+        if self._counts is not None:
+            self._counts += text_counts(found, len(self._counts))
+        if self._bytes_of_id is not None:
+            self.bytes += sum(int(self._bytes_of_id[ids[1:]].sum()) for ids in found)
+
+    def unigram_nats(self, domain: int) -> float | None:
+        if self._unigrams is None or self._counts is None:
+            return None
+        return self._unigrams.nats(domain, self._counts)
 
 
 def _own_tokens(example: Example) -> np.ndarray:

@@ -17,6 +17,7 @@ import seqeval.metrics
 import sklearn.metrics
 
 Tags = Sequence[Sequence[str]]
+_AVERAGES = {"micro avg", "macro avg", "weighted avg"}
 MAIN_SCORE = {"token-classification": "f1", "sequence-classification": "macro_f1"}
 """What is optimised on validation and compared."""
 
@@ -53,7 +54,7 @@ def entity_scores(gold: Tags, predicted: Tags, labels: Sequence[str]) -> Scores:
         "f1": float(micro.get("f1-score", 0.0)),
         "accuracy": accuracy,
     }
-    by_type = {name: _numbers(row) for name, row in report.items() if not name.endswith(" avg")}
+    by_type = {name: _numbers(row) for name, row in report.items() if name not in _AVERAGES}
     flat_gold = [tag for tags in gold for tag in tags]
     flat_predicted = [tag for tags in predicted for tag in tags]
     return Scores(values, by_type, tuple(labels), _confusion(flat_gold, flat_predicted, labels))
@@ -61,13 +62,18 @@ def entity_scores(gold: Tags, predicted: Tags, labels: Sequence[str]) -> Scores:
 
 def class_scores(gold: Sequence[str], predicted: Sequence[str], labels: Sequence[str]) -> Scores:
     """Accuracy, and F1 averaged over `labels`, each counting the same; 0 / 0 is 0."""
-    report: dict[str, Any] = sklearn.metrics.classification_report(
-        list(gold), list(predicted), labels=list(labels), output_dict=True, zero_division=0
+    # Not classification_report: its keys are the labels, and a label may be called "accuracy".
+    columns = sklearn.metrics.precision_recall_fscore_support(
+        list(gold), list(predicted), labels=list(labels), zero_division=0
     )
-    by_class = {name: _numbers(report[name]) for name in labels}
+    names = ("precision", "recall", "f1", "support")
+    by_class = {
+        label: dict(zip(names, map(float, row), strict=True))
+        for label, row in zip(labels, zip(*columns, strict=True), strict=True)
+    }
     values = {
         "accuracy": float(sklearn.metrics.accuracy_score(list(gold), list(predicted))),
-        "macro_f1": float(report["macro avg"]["f1-score"]),
+        "macro_f1": math.fsum(row["f1"] for row in by_class.values()) / len(labels),
     }
     return Scores(values, by_class, tuple(labels), _confusion(gold, predicted, labels))
 

@@ -17,6 +17,7 @@ from training.evaluate import domain_loss
 from training.evaluate.checkpoint_folder import CheckpointFolder, load_network, load_tokenizer
 from training.evaluate.domain_loss import DomainLoss
 from training.evaluate.held_out import held_out_losses
+from training.evaluate.unigrams import training_unigrams
 from training.examples import make_builder
 from training.objectives import Objective
 from training.recipe import TrainRecipe
@@ -104,6 +105,7 @@ def evaluate_held_out(
         device=device,
         precision=recipe.run.precision,
         tokenizer=tokenizer,
+        unigrams=training_unigrams(corpus, tokenizer, data=recipe.data),
     )
     return HeldOutResult(folder, recipe, losses, tuple(source.digest for source in corpus.sources))
 

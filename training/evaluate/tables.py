@@ -34,7 +34,7 @@ def task_table(result: Mapping[str, Any]) -> str:
     values = [_percent(constant["test"][name], None) for name in names]
     rows.append([constant["name"], "-", "-", *values])
     lines = [
-        f"{row['name']} less {row['random']}: {main} {100 * row['mean']:+.2f}"
+        f"{row['name']} less {row['less']}: {main} {100 * row['mean']:+.2f}"
         + ("" if row["std"] is None else f" \u00b1 {100 * row['std']:.2f}")
         for row in result["differences"]
     ]
@@ -50,7 +50,7 @@ def held_out_table(name: str, losses: Mapping[str, DomainLoss]) -> str:
     header = ["domain", "examples"]
     for term in terms:
         header += [f"{_NAMES[term]} loss", "accuracy"]
-    header += ["unigram entropy"] + (["perplexity", "bits/byte"] if causal else [])
+    header += ["unigram loss"] + (["perplexity", "bits/byte"] if causal else [])
     rows = [header]
     for domain, loss in [*there.items(), ("all labels", whole)]:
         row = [domain, f"{loss.examples:,}"]
@@ -60,7 +60,7 @@ def held_out_table(name: str, losses: Mapping[str, DomainLoss]) -> str:
                 _error(found.loss, found.standard_error, 3),
                 _error(100 * found.accuracy, _times(found.accuracy_error, 100), 1) + " %",
             ]  # fmt: skip
-        row.append(_number(loss.unigram_entropy, 3))
+        row.append(_number(loss.unigram_loss, 3))
         if causal:
             row += [_number(loss.perplexity, 2), _number(loss.bits_per_byte, 4)]
         rows.append(row)
@@ -68,6 +68,7 @@ def held_out_table(name: str, losses: Mapping[str, DomainLoss]) -> str:
         rows.append(_mean_row(there, terms, len(header)))
     lines = [
         f"{name}: held-out pages; losses in nats \u00b1 standard error over examples",
+        "unigram loss: of guessing by the token frequencies of the training pages",
         "",
         *_aligned(rows),
     ]
@@ -75,6 +76,48 @@ def held_out_table(name: str, losses: Mapping[str, DomainLoss]) -> str:
     if missing:
         lines += ["", f"without a held-out example: {', '.join(missing)}"]
     return "\n".join(lines)
+
+
+def held_out_comparison(
+    names: Sequence[str], found: Sequence[Mapping[str, DomainLoss]], *, same_tokens: bool
+) -> str:
+    """Checkpoints side by side: loss of the first term by domain, and each less the first one.
+
+    `same_tokens`: all have one tokenizer, so that losses by token compare. Without it decoders are
+    compared in bits by byte; ALBERTs cannot be, and the answer says so.
+    """
+    terms = [list(domain_loss.total(losses.values()).terms)[:1] for losses in found]
+    if not terms[0] or any(one != terms[0] for one in terms):
+        return "the checkpoints have other objectives: their losses do not compare"
+    (term,) = terms[0]
+    if not same_tokens and term != "next_token":
+        return "the checkpoints have other tokenizers: their losses by token do not compare"
+
+    def value(loss: DomainLoss) -> float | None:
+        if not same_tokens:
+            return loss.bits_per_byte
+        return loss.terms[term].loss if term in loss.terms else None
+
+    first, *others = names
+    rows = [["domain", *names, *(f"{other} less {first}" for other in others)]]
+    domains = [name for name in found[0] if all(name in losses for losses in found)]
+    parts = [(name, [losses[name] for losses in found]) for name in domains]
+    parts.append(("all labels", [domain_loss.total(losses.values()) for losses in found]))
+    digits = 3 if same_tokens else 4
+    for name, losses in parts:
+        values = [value(loss) for loss in losses]
+        if any(one is not None for one in values):
+            rows.append([
+                name,
+                *(_number(one, digits) for one in values),
+                *(_difference(one, values[0], digits) for one in values[1:]),
+            ])  # fmt: skip
+    what = f"{_NAMES[term]} loss in nats" if same_tokens else "bits by byte of text"
+    return "\n".join([f"side by side: {what}", "", *_aligned(rows)])
+
+
+def _difference(value: float | None, first: float | None, digits: int) -> str:
+    return "-" if value is None or first is None else f"{value - first:+.{digits}f}"
 
 
 def _mean_row(there: Mapping[str, DomainLoss], terms: Sequence[str], columns: int) -> list[str]:

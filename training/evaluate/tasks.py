@@ -91,10 +91,13 @@ def load_task(recipe: TaskRecipe) -> Task:
         train = [train[number] for number in sorted(taken.tolist())]
     for part, examples in (("train", train), ("validation", validation), ("test", test)):
         if not examples:
+            gone = [f"{count} {what}" for what, count in removed.items()]
             raise UserError(
                 f"task '{recipe.name}' has no {part} example left of "
-                f"{len(train_file.examples)} in '{train_file.path}': give more examples, or set "
-                "data.validation_share and data.test_share"
+                f"{len(files_read.get(part, train_file).examples)} in "
+                f"'{files_read.get(part, train_file).path}'"
+                + (f" (removed: {', '.join(gone)})" if gone else "")
+                + ": give more examples, or set data.validation_share and data.test_share"
             )
     notes = {
         "files": {part: _file_notes(found) for part, found in files_read.items()},
