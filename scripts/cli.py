@@ -225,7 +225,7 @@ def _stopped_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-_VERBS = (mine, crawl, inspect, models, train, evaluate, export, demo)
+VERBS = (mine, crawl, inspect, models, train, evaluate, export, demo)
 
 
 def _run(parsed: argparse.Namespace) -> int:
@@ -255,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "--" in words:
         words, beam = words[: words.index("--")], words[words.index("--") + 1 :]
     try:
-        parsed = parse(_VERBS, words)
+        parsed = parse(VERBS, words)
         parsed.beam = beam
         if beam and parsed.verb != "mine":
             raise UserError(f"'-- {' '.join(beam)}': only mine passes options to Beam")

@@ -21,8 +21,8 @@ from training import run_plan
 from training.prepare import prepare
 from training.recipe import load_recipe, shipped_recipes
 
-RECIPES = ["albert-base", "albert-large", "albert-small", "decoder-120m", "decoder-280m",
-           "decoder-small", "demo"]  # fmt: skip
+RECIPES = ["albert-base", "albert-bn", "albert-large", "albert-small", "decoder-120m",
+           "decoder-280m", "decoder-small", "demo"]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -274,11 +274,12 @@ def assert_same(left: Any, right: Any) -> None:
 
 
 def test_ranks_get_the_whole_command(place: Place, tmp_path: Path) -> None:
-    from scripts.cli import _parser
+    from scripts.arguments import parse
+    from scripts.cli import VERBS
 
     words = ["train", "demo", "--data", "a b", "c", "--tokenizer", "t", "--output", "o", "--set",
              "run.seed=3", "--processes", "2", "--restart", "--json"]  # fmt: skip
-    again = _parser().parse_args(train_command._for_ranks(_parser().parse_args(words)))
+    again = parse(VERBS, train_command._for_ranks(parse(VERBS, words)))
     assert train_command._overrides(again) == [
         "run.seed=3", 'data.manifests=["a b", "c"]', 'model.tokenizer="t"', 'output.directory="o"',
     ]  # fmt: skip
