@@ -229,8 +229,8 @@ def _train_tokenizer(action: argparse.ArgumentParser) -> None:
     action.add_argument("manifests", nargs="+", metavar="MANIFEST",
                         help="mined crawls: folders or manifest.json")  # fmt: skip
     action.add_argument("--output", required=True, metavar="DIR")
-    action.add_argument("--vocab-size", default="32000", metavar="N",
-                        help="pieces (32000), or 'auto': as many of these as the text "
+    action.add_argument("--vocab-size", default="auto", metavar="N",
+                        help="pieces; 'auto' (default): 32,000, or as many as the text "
                         "allows")  # fmt: skip
     action.add_argument("--profile", default="default", metavar="P",
                         help="normalisation: default, default-lower, bn, bn-v2")  # fmt: skip

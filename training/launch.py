@@ -137,6 +137,8 @@ class _Ranks:
             return code != _EXIT_USER_ERROR, "Traceback (most" in text, code > 0
 
         first = min(self._failed, key=order)  # of equals: the one that ended first
+        if 0 in self._failed and self._ranks[0].returncode == _EXIT_USER_ERROR:
+            first = 0  # the same mistake, and rank 0's line has been shown already
         code, text = self._ranks[first].returncode, texts[first]
         if code < 0:
             if -code not in self._passed_on:

@@ -141,7 +141,7 @@ def test_no_reader_outlives_its_program(crawl: str, tmp_path: Path, how: str, nu
             os.killpg(program.pid, number)
         elif number:
             program.kill()
-        _, said = program.communicate(timeout=60)
+        _, said = program.communicate(timeout=240)
         assert all(gone(pid) for pid in pids)
         # Ctrl+C: the program's own traceback, and not one word of a reader.
         assert said.count("Traceback") == (number == signal.SIGINT)
