@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+# Before anything loads torch, and for every process that a test starts: the tests themselves run
+# on as many workers as there are cores, and sums of floats depend on the number of threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED = REPOSITORY.parent / "shared"
 
