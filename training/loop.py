@@ -8,9 +8,9 @@ and moves the weights by the gradient of
 so padding, uneven microbatches and ranks with fewer examples change nothing. The same recipe and
 data give the same curve on any number of ranks, up to the rounding of sums (with dropout: for
 every number of ranks that divides the microbatches of a step, see `training.microbatches`). On one
-machine and one number of threads the curve is the same bit for bit on a CPU. What breaks that:
-another number of threads, CUDA (attention's backward pass and embeddings add up in any order),
-another version of torch.
+machine, on a CPU with one thread a process, the curve is the same bit for bit. What breaks that:
+more threads, or another number of them; CUDA (attention's backward pass and embeddings add up in
+any order); another version of torch.
 
 What a checkpoint holds, where it lies and when it is refused: `training.checkpoint`.
 """
