@@ -1,0 +1,1 @@
+"""`gristmill mix`: how much of each domain to train on."""
