@@ -1,35 +1,24 @@
-"""The report of a mined crawl as one HTML page that needs nothing else.
+"""The report of a mined crawl as one HTML page.
 
-No network and no foreign script: a Content-Security-Policy in the page allows its own style and
-its own script (the theme switch), by digest, and nothing more. What comes from the crawl is
-hostile: the template escapes all of it; characters that turn text around are made visible in
-names and addresses, and confined to their line in page text. Numbers come from the manifest;
-distributions, hosts and pages to read come from the shards. The same crawl gives the same bytes.
+What comes from the crawl is hostile: the page escapes all of it (`report_page`); characters that
+turn text around are made visible in names and addresses, and confined to their line in page text.
+Numbers come from the manifest; distributions, hosts and pages to read come from the shards. The
+same crawl gives the same bytes.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import re
 from dataclasses import dataclass
-from importlib import resources
-from typing import Any
-from urllib.parse import urlsplit
 
-from models import files
-from models.errors import UserError
 from models.languages import table
 from pipelines.buckets import BUCKETS, NO_BUCKET
-from pipelines.manifest import MANIFEST_FILE, Manifest
+from pipelines.manifest import Manifest
 from pipelines.report import share, size
 from pipelines.report_charts import require_renderer
 from pipelines.report_figures import Figures, Sample, look_at_shards
-from pipelines.report_parts import language_name, visible
+from pipelines.report_page import Page, check_target, render_page, write_page
+from pipelines.report_parts import language_name
 from pipelines.report_sections import SAMPLE_LANGUAGES, by_pages, sections
-
-# What HTML cannot hold: control characters, lone surrogates, noncharacters.
-_UNSHOWABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
 
 
 @dataclass(frozen=True)
@@ -47,91 +36,32 @@ def write_html_report(manifest: Manifest, folder: str, target: str) -> int:
     Gives its size in bytes. Raises UserError when `target` is a folder or a file of the crawl, or
     when the extra `report` is not installed.
     """
-    _check_target(target)
+    check_target(target)
     require_renderer()
     largest = [code for code, _ in by_pages(manifest)[:SAMPLE_LANGUAGES]]
-    page = render(manifest, look_at_shards(manifest, folder, sample_languages=largest)).encode()
-    try:
-        files.write_atomic(target, page)
-    except OSError as error:
-        reason = error.strerror or error
-        raise UserError(f"--html '{target}' cannot be written: {reason}") from None
-    return len(page)
+    figures = look_at_shards(manifest, folder, sample_languages=largest)
+    return write_page(render(manifest, figures), target)
 
 
 def render(manifest: Manifest, figures: Figures) -> str:
     """The page as HTML text without lone surrogates."""
-    import jinja2  # noqa: PLC0415
-    from markupsafe import Markup  # noqa: PLC0415
-
-    environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(_data),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        finalize=_showable,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        auto_reload=False,
-    )
-    environment.filters |= {"visible": visible, "link": _link}
-    style, script = _data("report_page.css"), _data("report_page.js")
-    policy = (
-        f"default-src 'none'; style-src '{_source(style)}'; script-src '{_source(script)}'; "
-        "base-uri 'none'; form-action 'none'"
-    )
     samples = _samples(manifest, figures)
-    return environment.get_template("report_page.html").render(
+    page = Page(
+        kind="Mined crawl",
         name=str(manifest.recipe.get("name", "")),
         summary=_summary(manifest),
         tiles=_tiles(manifest),
         notices=_notices(manifest, figures),
         sections=sections(manifest, figures),
+        tool_version=manifest.tool_version,
+    )
+    return render_page(
+        page,
+        template="report_page.crawl.html",
         samples=samples,
         samples_left_out=len(manifest.counts.by_language) - len(samples),
         unreadable=figures.unreadable,
-        tool_version=manifest.tool_version,
-        # Our own files, and drawings in which the renderer has escaped all text.
-        policy=policy,
-        style=Markup(style),
-        script=Markup(script),
-        drawing=Markup,
     )
-
-
-def _data(name: str) -> str:
-    return resources.files("pipelines").joinpath(name).read_text(encoding="utf-8")
-
-
-def _source(text: str) -> str:
-    """The CSP source expression of an inline style or script."""
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
-
-
-def _showable(value: Any) -> Any:
-    """What the template prints, without characters that HTML cannot hold."""
-    if isinstance(value, str) and _UNSHOWABLE.search(value):
-        return type(value)(_UNSHOWABLE.sub("\ufffd", value))
-    return value
-
-
-def _link(url: str) -> str:
-    """`url` where it is safe to follow, else ""."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return ""
-    safe = parts.scheme in ("http", "https") and parts.hostname and visible(url) == url
-    return url if safe and not _UNSHOWABLE.search(url) and " " not in url else ""
-
-
-def _check_target(target: str) -> None:
-    if files.is_local(target) and files.local_path(target).is_dir():
-        raise UserError(f"--html '{target}' is a folder: give the name of a file in it")
-    if target.endswith((".parquet", ".json", "/")):
-        raise UserError(
-            f"--html '{target}' is no name for a page: give one that ends in .html, "
-            f"so that no {MANIFEST_FILE} and no shard is overwritten"
-        )
 
 
 def _summary(manifest: Manifest) -> str:

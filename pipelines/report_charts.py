@@ -22,7 +22,7 @@ from pipelines.buckets import BUCKETS, NO_BUCKET
 from pipelines.report_figures import Histogram
 
 _VEGA_LITE = "6.4"
-_LINE = 16  # CSS pixels: a row of text
+LINE_HEIGHT = 16  # CSS pixels: a row of text
 _CHARACTER = 7  # of a wide font of 12 px: no text is measured, so that bytes do not depend on fonts
 _GAP = 6  # between the names of cutoffs and the numbers of the axis
 _TICK_ROOM = 40
@@ -55,18 +55,24 @@ SMALL = Size("small", width=300, labels=0, values=0, label_chars=26, height=170)
 """One of many charts side by side; the same on every screen."""
 
 
+Segment = tuple[float, float, str]
+
+
 @dataclass(frozen=True)
 class Bar:
-    """A row of a bar chart. segments: (start, stop, CSS variable of the colour)."""
+    """A row of a bar chart. segments: (start, stop, CSS variable of the colour). below: those of a
+    second bar in the row. whisker: start and stop of a thin line on the last bar."""
 
     label: str
     value: str
-    segments: tuple[tuple[float, float, str], ...]
+    segments: tuple[Segment, ...]
+    below: tuple[Segment, ...] = ()
+    whisker: tuple[float, float] | None = None
 
 
 def bar_chart(bars: Sequence[Bar], description: str, *, full: float) -> str:
     """Horizontal bars on a scale from 0 to `full`, as SVG for both sizes."""
-    return "".join(_svg(_bars(bars, full, size), size.name, description) for size in SIZES)
+    return "".join(svg(_bars(bars, full, size), size.name, description) for size in SIZES)
 
 
 def histogram_chart(
@@ -78,7 +84,7 @@ def histogram_chart(
 ) -> str:
     """Bins on a logarithmic axis, stacked by bucket, with a line and a name at each cutoff."""
     return "".join(
-        _svg(_histogram(histogram, cutoffs, size), size.name, description) for size in sizes
+        svg(_histogram(histogram, cutoffs, size), size.name, description) for size in sizes
     )
 
 
@@ -93,7 +99,8 @@ def require_renderer() -> Any:
     return vl_convert
 
 
-def _svg(spec: dict[str, Any], name: str, description: str) -> str:
+def svg(spec: dict[str, Any], name: str, description: str) -> str:
+    """A Vega-Lite specification drawn as SVG of the class `name`."""
     text: str = require_renderer().vegalite_to_svg(
         json.dumps(spec), vl_version=_VEGA_LITE, allowed_base_urls=[]
     )
@@ -107,9 +114,10 @@ def _svg(spec: dict[str, Any], name: str, description: str) -> str:
     return head + text[outer.end() :]
 
 
-def _spec(
+def spec_of(
     size: Size, height: float, padding: dict[str, int], layers: list[dict[str, Any]]
 ) -> dict[str, Any]:
+    """Layers in the style of the page. height: CSS pixels between the axes."""
     return {
         "width": size.width - padding["left"] - padding["right"],
         "height": height,
@@ -146,16 +154,17 @@ def _bars(bars: Sequence[Bar], full: float, size: Size) -> dict[str, Any]:
     rectangles, texts = [], []
     for row, bar in enumerate(bars):
         y = row * step + top
-        for start, stop, colour in bar.segments:
+        for start, stop, lane_top, lane_height, colour in _rectangles(bar, y, thickness):
             # One pixel at least: a small number is not nothing.
             a, b = (inner * max(0.0, min(1.0, edge / full)) if full else 0.0
                     for edge in (start, stop))  # fmt: skip
             if stop > start:
                 a = min(a, inner - 1)
-                rectangles.append({"x": a, "x2": max(b, a + 1), "y": y, "y2": y + thickness,
+                rectangles.append({"x": a, "x2": max(b, a + 1), "y": lane_top,
+                                   "y2": lane_top + lane_height,
                                    "colour": f"var({colour})"})  # fmt: skip
         middle = y - 9 if above else y + thickness / 2
-        texts.append({"x": -size.labels, "y": middle, "text": _cut(bar.label, size.label_chars),
+        texts.append({"x": -size.labels, "y": middle, "text": cut(bar.label, size.label_chars),
                       "side": "left"})  # fmt: skip
         texts.append({"x": inner + size.values, "y": middle, "text": bar.value, "side": "right"})
     scale_x = {"domain": [0, inner], "nice": False, "zero": False}
@@ -184,7 +193,20 @@ def _bars(bars: Sequence[Bar], full: float, size: Size) -> dict[str, Any]:
             for side in ("left", "right")
         ),
     ]
-    return _spec(size, height, padding, layers)
+    return spec_of(size, height, padding, layers)
+
+
+def _rectangles(
+    bar: Bar, y: float, thickness: float
+) -> list[tuple[float, float, float, float, str]]:
+    """Start, stop, top, height and colour of what is drawn in a row."""
+    height = thickness / 2 if bar.below else thickness
+    found = [(start, stop, y, height, colour) for start, stop, colour in bar.segments]
+    last = y + thickness - height
+    found += [(start, stop, last, height, colour) for start, stop, colour in bar.below]
+    if bar.whisker is not None:
+        found.append((*bar.whisker, last + height / 2 - 0.75, 1.5, "--ink"))
+    return found
 
 
 def _histogram(histogram: Histogram, cutoffs: Mapping[str, float], size: Size) -> dict[str, Any]:
@@ -202,7 +224,7 @@ def _histogram(histogram: Histogram, cutoffs: Mapping[str, float], size: Size) -
         tallest = max(tallest, bottom)
     low = min([edges[0], *(value for value in cutoffs.values() if value > 0)])
     high = max([edges[-1], *cutoffs.values()])
-    padding = {"left": 44, "right": 12, "top": 2 * _GAP + _LINE * len(cutoffs), "bottom": 24}
+    padding = {"left": 44, "right": 12, "top": 2 * _GAP + LINE_HEIGHT * len(cutoffs), "bottom": 24}
     height = size.height - padding["top"] - padding["bottom"]
     inner = size.width - padding["left"] - padding["right"]
     scale_x = {"type": "log", "domain": [low, high], "nice": False}
@@ -240,14 +262,14 @@ def _histogram(histogram: Histogram, cutoffs: Mapping[str, float], size: Size) -
     at = {"x": {"field": "x", "type": "quantitative", "scale": scale_x}}
     for name, value, row, side in _placed(cutoffs, low, high, inner, padding):
         line = {"data": {"values": [{"x": value, "text": name}]}}
-        top = -_LINE * row - _GAP
+        top = -LINE_HEIGHT * row - _GAP
         rule = {"type": "rule", "color": "var(--ink)", "strokeDash": [4, 3],
                 "y": top + 2, "y2": height}  # fmt: skip
-        text = {"type": "text", "align": side, "y": top + _LINE / 2, "baseline": "middle",
+        text = {"type": "text", "align": side, "y": top + LINE_HEIGHT / 2, "baseline": "middle",
                 "dx": -5 if side == "right" else 5, "fontSize": 12, "limit": 0}  # fmt: skip
         layers.append(line | {"mark": rule, "encoding": at})
         layers.append(line | {"mark": text, "encoding": at | {"text": {"field": "text"}}})
-    return _spec(size, height, padding, layers)
+    return spec_of(size, height, padding, layers)
 
 
 def _placed(
@@ -288,5 +310,6 @@ def _round_numbers(low: float, high: float, inner: float) -> list[float]:
     return found
 
 
-def _cut(label: str, chars: int) -> str:
+def cut(label: str, chars: int) -> str:
+    """`label`, or its beginning where it is longer than `chars`."""
     return label if len(label) <= chars else label[: chars - 1] + "…"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from dataclasses import dataclass
 
 from models.languages import UNDETERMINED, table
@@ -68,3 +69,24 @@ def language_name(code: str) -> str:
 def counted(number: int, what: str) -> str:
     """ "1 host", "1,000 hosts"."""
     return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
+def columns(text: str) -> int:
+    """Columns of a terminal that `text` takes: East Asian wide characters two, marks none."""
+    return sum(map(_columns_of, text))
+
+
+def cut_columns(text: str, most: int) -> str:
+    """`text`, or its beginning where it takes more than `most` columns."""
+    if columns(text) <= most:
+        return text
+    kept = ""
+    while columns(kept) + _columns_of(text[len(kept)]) < most:
+        kept += text[len(kept)]
+    return kept + "…"
+
+
+def _columns_of(character: str) -> int:
+    if unicodedata.category(character) in ("Mn", "Me", "Cf"):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1

@@ -85,7 +85,7 @@ def provenance(manifest: Manifest) -> Section:
                   folded=len(manifest.models) > _MODELS),
             Table("Recipe, every setting",
                   (Column("setting", "name"), Column("value", "code"), Column("meaning")),
-                  tuple(_settings(manifest.recipe)), folded=True),
+                  tuple(setting_rows(MineRecipe, manifest.recipe)), folded=True),
             _listing(
                 "Inputs",
                 (Column("file", "name"), Column("bytes", "number"), Column("shard", "number"),
@@ -120,16 +120,19 @@ def _listing(
     return Table(f"{caption} ({count:,})", columns, shown, folded, note)
 
 
-def _settings(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+def setting_rows(
+    model: type[BaseModel], recipe: Mapping[str, Any]
+) -> Iterator[tuple[str, str, str]]:
+    """Name, value and meaning of each setting of a `recipe`, of which `model` has the sections."""
     for name, value in recipe.items():
         if not isinstance(value, dict):
-            yield visible(name), _setting_text(value), _description(MineRecipe, name)
+            yield visible(name), _setting_text(value), _description(model, name)
     for section, values in recipe.items():
         if isinstance(values, dict):
-            field = MineRecipe.model_fields.get(section)
-            model = field.annotation if field else None
+            field = model.model_fields.get(section)
+            inner = field.annotation if field else None
             for name, value in values.items():
-                words = _description(model, name)
+                words = _description(inner, name)
                 yield visible(f"{section}.{name}"), _setting_text(value), words
 
 

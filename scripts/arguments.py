@@ -142,14 +142,24 @@ def _inspect(verb: argparse.ArgumentParser) -> None:
 
 def _train(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("recipe", metavar="RECIPE")
-    verb.add_argument("--data", action="extend", nargs="+", metavar="MANIFEST",
-                      help="mined crawls; short for data.manifests")  # fmt: skip
-    verb.add_argument("--tokenizer", metavar="DIR", help="short for model.tokenizer")
-    verb.add_argument("--output", metavar="DIR", help="short for output.directory")
+    _inputs_and_output(verb)
     _set(verb)
     verb.add_argument("--processes", type=_positive, metavar="N", help="ranks on this machine (1)")
     _restart_and_dry_run(verb)
     verb.add_argument("--json", action="store_true", help="print the summary, or the plan, as JSON")
+
+
+def _mix(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("recipe", metavar="RECIPE")
+    _inputs_and_output(verb)
+    verb.add_argument("--method", choices=["doremi", "regress"], help="short for mix.method")
+    _set(verb)
+    verb.add_argument("--jobs", type=_positive, metavar="N", help="runs at once (1)")
+    verb.add_argument("--processes", type=_positive, metavar="N",
+                      help="ranks on this machine for each run (1)")  # fmt: skip
+    _restart_and_dry_run(verb)
+    verb.add_argument("--json", action="store_true",
+                      help="print the manifest, or the plan, as JSON")  # fmt: skip
 
 
 def _evaluate(verb: argparse.ArgumentParser) -> None:
@@ -181,6 +191,7 @@ _ARGUMENTS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "crawl": _crawl,
     "inspect": _inspect,
     "train": _train,
+    "mix": _mix,
     "evaluate": _evaluate,
     "export": _export,
     "demo": _demo,
@@ -251,6 +262,13 @@ def _train_tokenizer(action: argparse.ArgumentParser) -> None:
                         help="pages left out, as data.held_out of the recipe (0.01)")  # fmt: skip
     action.add_argument("--seed", type=_natural, default=0, metavar="N", help="of the sample (0)")
     action.add_argument("--json", action="store_true", help="print the manifest as JSON")
+
+
+def _inputs_and_output(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--data", action="extend", nargs="+", metavar="MANIFEST",
+                      help="mined crawls; short for data.manifests")  # fmt: skip
+    verb.add_argument("--tokenizer", metavar="DIR", help="short for model.tokenizer")
+    verb.add_argument("--output", metavar="DIR", help="short for output.directory")
 
 
 def _set(verb: argparse.ArgumentParser) -> None:

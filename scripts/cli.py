@@ -126,7 +126,7 @@ def crawl(arguments: argparse.Namespace) -> int:
 
 
 def inspect(arguments: argparse.Namespace) -> int:
-    """Show a mined crawl (the funnel), a training run, a Parquet shard, or a WET file.
+    """Show a mined crawl (the funnel), a training run, a mix, a Parquet shard, or a WET file.
 
     --html writes one page with charts, tables and pages to read; it needs no network.
 
@@ -165,6 +165,20 @@ def train(arguments: argparse.Namespace) -> int:
     from scripts.train_command import train as run_train
 
     return run_train(arguments)
+
+
+def mix(arguments: argparse.Namespace) -> int:
+    """Find the weights of the domains (DoReMi, or a law fitted to small runs) and compare them.
+
+    RECIPE is a TOML file or the name of a shipped recipe. Trains the models that the method needs,
+    and the proportional and uniform baselines at equal budget. The same command goes on where a
+    mix was stopped.
+
+    example: gristmill mix doremi --data out/mined --tokenizer out/tok --output out/mix --jobs 2
+    """
+    from scripts.mix_command import mix as run_mix
+
+    return run_mix(arguments)
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
@@ -225,7 +239,7 @@ def _stopped_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-VERBS = (mine, crawl, inspect, models, train, evaluate, export, demo)
+VERBS = (mine, crawl, inspect, models, train, mix, evaluate, export, demo)
 
 
 def _run(parsed: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`gristmill inspect`: what is in a mined crawl, a Parquet shard or a WET file."""
+"""`gristmill inspect`: what is in a mined crawl, a Parquet shard, a WET file, a run or a mix."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from pipelines.manifest import (
 from pipelines.regroup import PAGES
 from pipelines.report import funnel, size
 from pipelines.wet import Record, WetReader
+from scripts.mix_inspection import inspect_mix, is_mix
 from scripts.run_inspection import inspect_run, is_run
 
 _PREVIEW_CHARS = 600
@@ -45,12 +46,11 @@ def inspect(
     something wrong."""
     if not files.exists(target):
         raise UserError(f"nothing at '{target}': give a manifest, a mined folder, a shard or a WET")
-    if is_run(target):
-        if verify or sample is not None or html is not None:
-            raise UserError(
-                f"'{target}' is a training run: --verify, --sample and --html need a mined folder"
-            )
-        return inspect_run(target, as_json=as_json)
+    code = _of_training(
+        target, verify=verify, as_json=as_json, sampled=sample is not None, html=html
+    )
+    if code is not None:
+        return code
     is_manifest = target.endswith(".json") or files.exists(files.join(target, MANIFEST_FILE))
     if (verify or sample is not None) and not is_manifest and not target.endswith(".parquet"):
         raise UserError(f"--verify and --sample need a mined folder, '{target}' is none")
@@ -71,6 +71,25 @@ def inspect(
     if files.is_local(target) and files.local_path(target).is_dir():
         raise UserError(f"'{target}' holds no {MANIFEST_FILE}: give the output folder of a run")
     return _wet(target, as_json=as_json, count=count)
+
+
+def _of_training(
+    target: str, *, verify: bool, as_json: bool, sampled: bool, html: str | None
+) -> int | None:
+    """Show a training run or a mix; None: `target` is neither."""
+    if is_run(target):
+        if verify or sampled or html is not None:
+            raise UserError(
+                f"'{target}' is a training run: --verify, --sample and --html need a mined folder"
+            )
+        return inspect_run(target, as_json=as_json)
+    if is_mix(target):
+        if sampled:
+            raise UserError(f"'{target}' is a mix: --sample needs a mined folder or a shard")
+        if html is not None and (verify or as_json):
+            raise UserError(f"--html '{html}' stands alone: leave out --verify, --json")
+        return inspect_mix(target, verify=verify, as_json=as_json, html=html)
+    return None
 
 
 def _manifest(

@@ -13,7 +13,7 @@ from training.recipe import TrainRecipe, load_recipe
 
 def train(arguments: argparse.Namespace) -> int:
     """Run the verb. 0 also when a signal stopped the run: it was saved, to go on later."""
-    recipe = load_recipe(arguments.recipe, _overrides(arguments))
+    recipe = load_recipe(arguments.recipe, overrides_of(arguments))
     ranks = int(os.environ.get("WORLD_SIZE", "0"))
     if ranks and arguments.processes:
         raise UserError(
@@ -37,7 +37,8 @@ def train(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _overrides(arguments: argparse.Namespace) -> list[str]:
+def overrides_of(arguments: argparse.Namespace) -> list[str]:
+    """What --set, --data, --tokenizer and --output say, as overrides of the recipe."""
     overrides = list(arguments.set)
     if arguments.data:
         overrides.append(f"data.manifests={json.dumps(arguments.data)}")
@@ -51,7 +52,7 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
 def _for_ranks(arguments: argparse.Namespace) -> list[str]:
     """The command line of one rank."""
     words = ["train", arguments.recipe]
-    for override in _overrides(arguments):
+    for override in overrides_of(arguments):
         words += ["--set", override]
     return words + ["--restart"] * arguments.restart + ["--json"] * arguments.json
 

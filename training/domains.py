@@ -157,7 +157,7 @@ def mixture(corpus: Corpus, weights: Mapping[str, float] | str) -> np.ndarray:
     if weights == "uniform":
         found = [1.0] * len(corpus.domains)
     elif weights == "proportional":
-        found = _chars(corpus)
+        found = characters(corpus)
     elif isinstance(weights, str):
         found = _in_order(corpus, _read_weights(weights), f"weights file '{weights}'")
     else:
@@ -269,7 +269,7 @@ def _divide(shards: Sequence[Shard], data: Data, source_names: Sequence[str]) ->
     )
 
 
-def _chars(corpus: Corpus) -> list[float]:
+def characters(corpus: Corpus) -> list[float]:
     """Characters of each domain; those of host groups are counted, each shard once."""
     by_host: dict[str, Counter[str]] = {}
     row_groups = RowGroups()

@@ -1,6 +1,7 @@
 """What a run is: all that its loss depends on, by value or by digest.
 
-A checkpoint goes on only under the identity that it was saved under. How the work is done (ranks,
+A checkpoint goes on only under the identity that it was saved under. What learns in another way
+than by the plain loss (`training.learning`) adds to it, under `proxy`. How the work is done (ranks,
 strategy, device, microbatches, compilation, log, checkpoints, evaluation, readers) does not belong
 to it: see `TrainRecipe.published`.
 """
@@ -76,7 +77,17 @@ def _difference(saved: dict[str, Any], current: dict[str, Any]) -> str | None:
         return f"the weight of domain '{name}' is '{now}', there '{before}'"
     if saved["init_sha256"] != current["init_sha256"]:
         return "model.init has other weights"
-    return None if saved == current else "it was saved by another version of Gristmill"
+    same = None if saved == current else "it was saved by another version of Gristmill"
+    return _proxy_difference(saved, current) or same
+
+
+def _proxy_difference(saved: dict[str, Any], current: dict[str, Any]) -> str | None:
+    if ("proxy" in saved) != ("proxy" in current):
+        return "a proxy's of DoReMi" if "proxy" in saved else "one that is no proxy"
+    name, before, now = _first(saved.get("proxy", {}), current.get("proxy", {}))
+    if name == "reference_sha256":
+        return f"the reference's manifest has the SHA-256 '{now[:12]}…', there '{before[:12]}…'"
+    return f"the proxy's {name} = '{now}' is '{before}' there" if name else None
 
 
 def _first(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, str, str]:

@@ -5,7 +5,8 @@ and moves the weights by the gradient of
 
     sum over terms of (sum of the losses of all labels / labels in the global batch)
 
-so padding, uneven microbatches and ranks with fewer examples change nothing. The same recipe and
+so padding, uneven microbatches and ranks with fewer examples change nothing. (Another loss, as
+that of DoReMi's proxy, comes in as a `training.learning.Learning`.) The same recipe and
 data give the same curve on any number of ranks, up to the rounding of sums (with dropout: for
 every number of ranks that divides the microbatches of a step, see `training.microbatches`). On one
 machine, on a CPU with one thread a process, the curve is the same bit for bit. What breaks that:
@@ -25,13 +26,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from models.errors import Fault
 from models.tokenizer import profile_of
-from training import checkpoint, identity, microbatches, run_folder, run_manifest
+from training import checkpoint, identity, microbatches, run_folder, run_manifest, skips
 from training.evaluate.held_out import held_out_losses, total
 from training.evaluate.unigrams import Unigrams, training_unigrams
 from training.export import export, max_tokens
 from training.flops import flops_per_token, labelled_share, peak_flops
+from training.learning import Learning, Plain
 from training.metrics import Clock, LiveLine, MetricsLog, Window
 from training.microbatches import Passed
 from training.networks import build_network
@@ -47,28 +48,34 @@ from training.strategy import Parallel, Placement, placed
 from training.summary import already_finished, summary
 from training.together import on_first
 
-_NAMED_EXAMPLES = 16
-"""So many of the examples with infinite losses are named."""
 
-
-def train(recipe: TrainRecipe, *, restart: bool = False, quiet: bool = False) -> dict[str, Any]:
+def train(
+    recipe: TrainRecipe,
+    *,
+    restart: bool = False,
+    quiet: bool = False,
+    learning: Learning | None = None,
+) -> dict[str, Any]:
     """Train the recipe's model, or go on with it, until its last step or a signal.
 
     Every rank calls it (see `training.strategy.placed`). Gives the summary: `status` is 'finished',
     'already finished' or 'stopped' (SIGTERM, Ctrl+C: saved, to go on by the same call). `restart`
-    throws away what an earlier run left in the folder; `quiet` keeps stderr silent. Raises
-    UserError; Fault when the gradients stay infinite or a checkpoint cannot be written.
+    throws away what an earlier run left in the folder; `quiet` keeps stderr silent. `learning`:
+    what a step lowers, where it is not the loss above. Raises UserError; Fault when the gradients
+    stay infinite or a checkpoint cannot be written.
     """
-    prepared = prepare(recipe)
+    learning = learning or Plain()
+    prepared = learning.prepared(recipe, prepare(recipe))
     directory = recipe.output.directory
     with placed(recipe.run) as place, StopRequest() as stop, run_folder.held(directory):
         if restart:
-            inputs = [place for place in (recipe.model.tokenizer, recipe.model.init) if place]
+            named = (recipe.model.tokenizer, recipe.model.init, *learning.inputs)
+            inputs = [place for place in named if place]
             on_first(lambda: run_folder.clear(directory, inputs), "cannot restart")
         manifest = run_folder.finished(directory, prepared.identity)
         if manifest is not None:
             return already_finished(recipe, manifest)
-        return _Run(recipe, prepared, place, stop, quiet=quiet).run()
+        return _Run(recipe, prepared, place, stop, learning, quiet=quiet).run()
 
 
 class _StoppedEvaluation(Exception):
@@ -92,10 +99,12 @@ class _Run:
         prepared: Prepared,
         place: Placement,
         stop: StopRequest,
+        learning: Learning,
         *,
         quiet: bool,
     ) -> None:
         self.recipe, self.prepared, self.place, self.stop = recipe, prepared, place, stop
+        self.learning = learning
         self.directory = Path(recipe.output.directory)
         self.steps = recipe.schedule.steps
         self.batch_examples = recipe.batch.examples(recipe.examples.sequence_length)
@@ -122,7 +131,7 @@ class _Run:
         self.parallel = Parallel(self.objective, place, recipe.run)
         self.optimiser = build_optimiser(recipe.optimiser, network)
         self.window = self._window()
-        done, stream_state = self._resume()
+        done, stream_state, learning_state = self._resume()
         stream = ExampleStream(
             self.prepared.corpus, self.prepared.weights, self.prepared.builder,
             data=recipe.data, rank=place.rank, ranks=place.ranks, state=stream_state,
@@ -133,9 +142,11 @@ class _Run:
             else None
         )
         try:
+            self.learning.begin(self.place, done, learning_state)
             return self._train(done, stream, log)
         finally:
             stream.close()
+            self.learning.close()
             if log is not None:
                 log.close()
 
@@ -147,11 +158,11 @@ class _Run:
         peak = peak_flops(self.place.device, self.recipe.run.precision)
         return None if peak is None else peak * self.place.ranks
 
-    def _resume(self) -> tuple[int, dict[str, Any] | None]:
-        """Steps done and the stream's state: of the newest checkpoint, or of the beginning."""
+    def _resume(self) -> tuple[int, dict[str, Any] | None, dict[str, Any]]:
+        """Steps done, and the states of stream and learning: of the newest checkpoint, if any."""
         newest = checkpoint.latest(self.directory)
         if newest is None:
-            return 0, None
+            return 0, None, {}
         saved = checkpoint.read_state(newest)["state"]["identity"]
         identity.check(saved, self.prepared.identity, str(self.directory))
         state = checkpoint.load(newest, objective=self.objective, optimiser=self.optimiser)
@@ -159,7 +170,7 @@ class _Run:
         if self.place.first:
             self.window.restore(state["window"])
         self.live.say(f"going on after step {state['step']:,} of {self.steps:,}")
-        return int(state["step"]), state["stream"]
+        return int(state["step"]), state["stream"], state.get("learning", {})
 
     def _train(self, done: int, stream: ExampleStream, log: MetricsLog | None) -> dict[str, Any]:
         recipe, place, counters = self.recipe, self.place, self.counters
@@ -184,7 +195,7 @@ class _Run:
                 for part in dealt
             ]  # fmt: skip
             waited_s = time.monotonic() - begin_s
-            passed = microbatches.gradients(
+            passed = self.learning.gradients(
                 self.parallel, dealt, batches, self._window(), seed=recipe.run.seed, step=done
             )
             norm = self.parallel.gradient_norm()  # the same on all ranks: they decide alike
@@ -194,6 +205,7 @@ class _Run:
             done += 1
             counters.examples += self.batch_examples
             counters.tokens += passed.tokens
+            self.learning.settle(done, taken=math.isfinite(norm))
             if math.isfinite(norm):
                 self._move(norm, rate)
                 self.window.merge(passed.window)
@@ -243,30 +255,14 @@ class _Run:
         counters.skipped_in_a_row += 1
         indexes = sorted(index for part in self.place.gather(passed.non_finite()) for index in part)
         first = (done - 1) * self.batch_examples
-        if log is not None:
-            log.write(
-                {
-                    "kind": "skipped",
-                    "step": done,
-                    "examples": [first, first + self.batch_examples - 1],
-                    "non_finite_losses": indexes[:_NAMED_EXAMPLES],
-                    "in_a_row": counters.skipped_in_a_row,
-                    "times": self.clock.figures(),
-                }
-            )
-        self.live.say(
-            f"step {done:,} skipped: gradients are not finite (examples {first:,} to "
-            f"{first + self.batch_examples - 1:,}; losses not finite: "
-            f"{', '.join(map(str, indexes[:_NAMED_EXAMPLES])) or 'none'})"
+        line = skips.line(
+            done, first, first + self.batch_examples - 1, indexes, counters.skipped_in_a_row
         )
+        if log is not None:
+            log.write({**line, "times": self.clock.figures()})
+        self.live.say(skips.text(line))
         if counters.skipped_in_a_row >= most:
-            raise Fault(
-                f"the gradients of {most} steps in a row, up to step {done:,}, were not finite "
-                f"(run.max_skipped_steps = '{most}'): the weights are as before them; go on from "
-                f"one of '{self.directory / checkpoint.FOLDER}' with another --output and a lower "
-                "optimiser.learning_rate (gristmill export CHECKPOINT --output MODEL, then "
-                "--set model.init=MODEL)"
-            )
+            raise skips.too_many(most, done, self.directory / checkpoint.FOLDER)
 
     def _log_line(self, done: int, rate: float, norm: float, log: MetricsLog | None) -> None:
         """One line about the steps since the last one."""
@@ -280,6 +276,7 @@ class _Run:
                     "learning_rate": rate,
                     "gradient_norm": float(f"{norm:.6g}") if math.isfinite(norm) else None,
                     **asdict(self.counters),
+                    **self.learning.line(),
                     "times": self.clock.figures(),
                 }
             )
@@ -337,12 +334,14 @@ class _Run:
         """A checkpoint of everything that the next step depends on."""
         if log is not None:
             log.sync()
+        learning = self.learning.state()
         self.window.fold(self.place)
         state = {
             **self._state(done),
             "stream": merge_states(self.place.gather(stream.state_dict())),
             "window": self.place.gather(self.window.state())[0],
             "pages": self._pages(stream),
+            **({"learning": learning} if learning else {}),
         }
         checkpoint.save(
             self.directory, done, objective=self.objective, optimiser=self.optimiser, state=state,
@@ -378,12 +377,14 @@ class _Run:
             max_length=max_tokens(network.config, recipe.examples.sequence_length),
             state=self._state(done),
         )
+        found = self.learning.finish()
         on_first(
             lambda: run_manifest.write(
                 self.directory, recipe=recipe, identity=self.prepared.identity,
                 profile=profile_of(self.prepared.tokenizer),
                 vocab_size=self.prepared.vocab_size, steps=done, counters=asdict(self.counters),
                 pages=pages["counts"], damaged=list(pages["damage"]), held_out=evaluated,
+                proxy_weights=found,
             ),
             f"cannot finish '{self.directory}'",
         )  # fmt: skip

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from models import files
 from models.errors import Fault
+from training import json_lines
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
+_HEAD = {"kind", "step"}
 _DIGITS = 6
 _TERMINAL_S = 0.5
 _LOG_S = 10.0
@@ -50,7 +51,8 @@ class Window:
 
     def add(self, losses: Losses, domains: torch.Tensor) -> None:
         """Count the examples of one microbatch; `domains` (examples,) are their domains."""
-        found = torch.stack([part.detach().double() for part in losses])
+        parts = (losses.sums, losses.counts, losses.correct)
+        found = torch.stack([part.detach().double() for part in parts])
         self.sums.index_add_(2, domains, found)
 
     def merge(self, other: Window) -> None:
@@ -260,21 +262,5 @@ def _rounded(value: float) -> float | None:
 
 def _truncate(path: Path, step: int) -> list[dict[str, Any]]:
     """Keep the whole lines of steps up to `step`; their kinds and steps."""
-    if not path.exists():
-        return []
-    before = path.read_bytes()
-    lines = [(line, _head(line)) for line in before.splitlines(keepends=True)]
-    stay = [(line, head) for line, head in lines if head is not None and head["step"] <= step]
-    kept = b"".join(line for line, _ in stay)
-    if kept != before:
-        files.write_atomic(path, kept)
-    return [head for _, head in stay]
-
-
-def _head(line: bytes) -> dict[str, Any] | None:
-    """Kind and step of a whole line; None for one that was cut."""
-    try:
-        value = json.loads(line)
-        return {"kind": value["kind"], "step": int(value["step"])} if line[-1:] == b"\n" else None
-    except (ValueError, KeyError, TypeError):
-        return None
+    lines = json_lines.keep(path, lambda line: "kind" in line and json_lines.is_up_to(line, step))
+    return [{name: line[name] for name in _HEAD} for line in lines]

@@ -10,7 +10,7 @@ of a step have the same size, or one less.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +21,7 @@ from models.tokenizer import CLS_ID, SEP_ID
 from training.batches import Batch, collate
 from training.examples import IGNORED, Example
 from training.metrics import Window
+from training.objectives import Losses
 from training.strategy import Parallel
 
 
@@ -108,6 +109,18 @@ class Passed:
         ]
 
 
+def forward(parallel: Parallel, batch: Batch, number: int, *, seed: int, step: int) -> Losses:
+    """Losses of this rank's microbatch `number` of a step; the same at each call, dropout too."""
+    place = parallel.place
+    torch.manual_seed(dropout_seed(seed, step, place.rank + number * place.ranks))
+    return parallel(batch)
+
+
+Weigh = Callable[[Batch, Losses], torch.Tensor]
+"""Weights, (terms, examples) or broadcast to it, of the losses of a microbatch's examples. Called
+on every rank after each forward pass, with the losses, which must stay as they are."""
+
+
 def gradients(
     parallel: Parallel,
     dealt: Sequence[Sequence[Example]],
@@ -116,12 +129,14 @@ def gradients(
     *,
     seed: int,
     step: int,
+    weigh: Weigh | None = None,
 ) -> Passed:
     """Leave in the parameters the gradient of the loss of the whole global batch.
 
     That loss is the sum over terms of (sum of the losses of all labels / labels in the global
-    batch). dealt, batches: this rank's microbatches, as `deal` gives them and as tensors on its
-    device, at least one, as many on each rank. window: empty; what is seen is added to it.
+    batch); with `weigh`, the sum of all examples' losses times their weights. dealt, batches: this
+    rank's microbatches, as `deal` gives them and as tensors on its device, at least one, as many
+    on each rank. window: empty; what is seen is added to it.
     """
     place = parallel.place
     counts = torch.stack([parallel.objective.counts(batch).cpu() for batch in batches]).sum(0)
@@ -130,12 +145,14 @@ def gradients(
     *counts_of_all, tokens_of_all = found.tolist()
     # DDP and FSDP2 divide the sum of the ranks' gradients by the number of ranks.
     factors = [parallel.gradient_factor / max(count, 1.0) for count in counts_of_all]
-    weights = torch.tensor(factors, dtype=torch.float32, device=place.device)[:, None]
+    by_label = torch.tensor(factors, dtype=torch.float32, device=place.device)[:, None]
     sums = []
     for number, batch in enumerate(batches):
-        torch.manual_seed(dropout_seed(seed, step, place.rank + number * place.ranks))
         with parallel.microbatch(last=number == len(batches) - 1):
-            losses = parallel(batch)
+            losses = forward(parallel, batch, number, seed=seed, step=step)
+            weights = by_label
+            if weigh is not None:
+                weights = weigh(batch, losses) * parallel.gradient_factor
             (losses.sums * weights).sum().backward()  # type: ignore[no-untyped-call]
         window.add(losses, batch["domains"])
         sums.append(losses.sums.detach())

@@ -19,7 +19,10 @@ from training.examples import IGNORED
 
 
 class Losses(NamedTuple):
-    """Each float, (terms, examples). A step's loss is the sum over terms of sums / counts."""
+    """Each float, (terms, examples). A step's loss is the sum over terms of sums / counts.
+
+    `tokens` alone is another thing, of decoders only.
+    """
 
     sums: Tensor
     """Cross entropy in nats, summed over the labels of an example; float32."""
@@ -27,6 +30,9 @@ class Losses(NamedTuple):
     """Labels; float64."""
     correct: Tensor
     """Labels that the network's best guess met; float64."""
+    tokens: Tensor | None = None
+    """Next-token loss of each position, without its gradient: (examples, positions) float32, 0
+    where there is no label."""
 
 
 class Objective(nn.Module):
@@ -56,7 +62,8 @@ class Objective(nn.Module):
         if isinstance(self.network, AlbertForPreTraining):
             return self._albert(self.network, batch)
         losses, correct = self._next_token(self.network, batch)
-        return _by_example([(losses, correct, batch["labels"])])
+        found = _by_example([(losses, correct, batch["labels"])])
+        return found._replace(tokens=losses.detach())
 
     @staticmethod
     def counts(batch: Mapping[str, Tensor]) -> Tensor:

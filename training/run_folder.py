@@ -4,6 +4,8 @@ DIR/checkpoints/    training.checkpoint
 DIR/metrics.jsonl   training.metrics
 DIR/tensorboard/    training.metrics
 DIR/model/          training.export
+DIR/alpha.jsonl     training.trace; of a proxy alone
+DIR/weights.json    training.trace; of a proxy alone
 DIR/manifest.json   training.run_manifest; written last: with it the run is finished
 DIR/run.lock        while a run is at work
 """
@@ -30,6 +32,7 @@ from training.folders import PARTIAL_SUFFIX, local
 from training.metrics import METRICS_FILE, TENSORBOARD_FOLDER
 from training.run_manifest import MANIFEST_FILE, RunManifest
 from training.together import on_first, rank
+from training.trace import ALPHA_FILE, WEIGHTS_FILE, is_trace
 
 LOCK_FILE = "run.lock"
 MODEL_FOLDER = "model"
@@ -81,6 +84,9 @@ def finished(directory: str, current: dict[str, Any]) -> RunManifest | None:
     folder = local(directory)
     if not (folder / MANIFEST_FILE).exists():
         _refuse_foreign(folder)
+        # Weights that stand alone are somebody's; a plain run leaves them, and so does --restart.
+        if "proxy" in current and (folder / WEIGHTS_FILE).exists() and not _has_trace(folder):
+            _refuse(folder, WEIGHTS_FILE)
         return None
     manifest = _own_manifest(folder)
     identity.check(_identity(manifest), current, directory)
@@ -101,14 +107,23 @@ def clear(directory: str, inputs: Sequence[str] = ()) -> None:
                     f"--restart would throw away '{place}', which the run needs: give another "
                     "folder with --output"
                 )
-    if (folder / MANIFEST_FILE).exists():
-        _own_manifest(folder)
-    _refuse_foreign(folder)
+    check_own(folder)
     files.remove(folder / MANIFEST_FILE)
     checkpoint.clear(folder)
+    if _has_trace(folder):
+        files.remove(folder / WEIGHTS_FILE)
+        files.remove(folder / ALPHA_FILE)
     files.remove(folder / METRICS_FILE)
     for name in (TENSORBOARD_FOLDER, MODEL_FOLDER):
         shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def check_own(directory: str | os.PathLike[str]) -> None:
+    """Raises UserError when files stand under our names in `directory` that no run made."""
+    folder = local(directory)
+    if (folder / MANIFEST_FILE).exists():
+        _own_manifest(folder)
+    _refuse_foreign(folder)
 
 
 def _is_in(place: Path, folder: Path) -> bool:
@@ -135,10 +150,18 @@ def _taken(folder: Path) -> int:
 def _refuse_foreign(folder: Path) -> None:
     found = _foreign(folder)
     if found is not None:
-        raise UserError(
-            f"output '{folder}' holds '{found}', which no run of `gristmill train` made: give "
-            "another folder with --output"
-        )
+        _refuse(folder, found)
+
+
+def _refuse(folder: Path, found: str) -> None:
+    raise UserError(
+        f"output '{folder}' holds '{found}', which no run of `gristmill train` made: give "
+        "another folder with --output"
+    )
+
+
+def _has_trace(folder: Path) -> bool:
+    return is_trace(folder / ALPHA_FILE)
 
 
 def _foreign(folder: Path) -> str | None:
@@ -161,6 +184,8 @@ def _foreign(folder: Path) -> str | None:
             first = file.readline()
         if first.endswith(b"\n") and not _is_metrics(first):
             return METRICS_FILE
+    if (folder / ALPHA_FILE).exists() and not _has_trace(folder):
+        return ALPHA_FILE
     return None
 
 
@@ -182,6 +207,7 @@ def _identity(manifest: RunManifest) -> dict[str, Any]:
     """What `training.identity` gave to the run of `manifest`."""
     settings = dict(manifest.recipe)
     del settings["name"]
+    proxy = None if manifest.proxy is None else manifest.proxy.model_dump(exclude={"weights"})
     return {
         "recipe_digest": manifest.recipe_digest,
         "recipe": settings,
@@ -189,4 +215,5 @@ def _identity(manifest: RunManifest) -> dict[str, Any]:
         "sources": [source.model_dump() for source in manifest.sources],
         "domains": manifest.domains,
         "init_sha256": manifest.init,
+        **({} if proxy is None else {"proxy": proxy}),
     }

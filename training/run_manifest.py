@@ -84,6 +84,18 @@ class HeldOut(_Model):
     domains: dict[str, HeldOutEntry]
 
 
+class ProxyEntry(_Model):
+    """How a proxy weighed its domains (`training.doremi`). reference_sha256: of the manifest.json
+    of the reference run. weights: mean over the steps, by domain."""
+
+    method: str
+    excess: str
+    step_size: float
+    smoothing: float
+    reference_sha256: str
+    weights: dict[str, float]
+
+
 class FileEntry(_Model):
     """One file of the exported model. path: relative to the manifest."""
 
@@ -94,8 +106,8 @@ class FileEntry(_Model):
 
 class RunManifest(_Model):
     """See the module. recipe_digest: XXH3 of what can change the loss. init: SHA-256 of the
-    weights that the run began with, by file. domains: shares of the examples. held_out: null for
-    a run without held-out pages."""
+    weights that the run began with, by file. domains: shares of the examples. proxy: null for a
+    run that is not a proxy. held_out: null for a run without held-out pages."""
 
     schema_version: int
     tool_version: str
@@ -105,6 +117,7 @@ class RunManifest(_Model):
     tokenizer: TokenizerEntry
     init: dict[str, str] | None
     domains: dict[str, float]
+    proxy: ProxyEntry | None = None
     counts: Counts
     held_out: HeldOut | None
     files: tuple[FileEntry, ...]
@@ -126,13 +139,14 @@ def write(
     pages: Mapping[str, int],
     damaged: Sequence[str],
     held_out: Mapping[str, Any],
+    proxy_weights: Mapping[str, float] | None = None,
     model: str = "model",
 ) -> RunManifest:
     """Write `directory`/manifest.json, over the exported model in `directory`/`model`.
 
     identity: of `training.identity`. counters: examples, tokens, skipped_steps. pages, damaged:
     of all ranks' streams. held_out: `total` and `domains` as `DomainLoss.to_json` gives them, or
-    empty. Raises OSError.
+    empty. proxy_weights: what a proxy found, by domain. Raises OSError.
     """
     folder = files.local_path(directory)
     folders.sweep(folder)
@@ -147,6 +161,9 @@ def write(
         ),
         init=identity["init_sha256"],
         domains=identity["domains"],
+        proxy=None
+        if proxy_weights is None
+        else ProxyEntry(**identity["proxy"], weights=dict(proxy_weights)),
         counts=Counts(
             steps=steps,
             examples=counters["examples"],

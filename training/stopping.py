@@ -26,20 +26,32 @@ _ONE_PRESS_S = 0.5
 
 
 class StopRequest:
-    """Catches SIGTERM and SIGINT while its block runs. Use in the main thread."""
+    """Catches SIGTERM and SIGINT while its block runs. Use in the main thread.
+
+    In the block of another one they share what they have caught: a request of before is one here,
+    and what comes here is one there, too, afterwards.
+    """
 
     def __init__(self) -> None:
         self._signal: int | None = None
         self._pressed_s = 0.0
         self._before: dict[int, Any] = {}
+        self._outer: StopRequest | None = None
 
     def __enter__(self) -> StopRequest:
         self._before = {number: signal.signal(number, self._caught) for number in _SIGNALS}
+        outer = getattr(self._before[signal.SIGTERM], "__self__", None)
+        if isinstance(outer, StopRequest):
+            self._outer = outer
+            if outer.requested:
+                self._signal, self._pressed_s = outer._signal, outer._pressed_s
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._outer is not None and self.requested:
+            self._outer._signal, self._outer._pressed_s = self._signal, self._pressed_s
 
     @property
     def requested(self) -> bool:

@@ -39,6 +39,7 @@ from training.networks import checkpoint_blocks
 from training.objectives import Losses, Objective
 from training.prepare import strategy_of
 from training.recipe import Run
+from training.together import distributed
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """A rank may wait so long for another: the slowest one may be reading a remote shard."""
@@ -86,10 +87,13 @@ class Placement:
 def placed(run: Run) -> Iterator[Placement]:
     """The place of this process, with its process group while the block runs.
 
-    Reads torchrun's WORLD_SIZE, RANK, LOCAL_RANK, LOCAL_WORLD_SIZE. Raises UserError.
+    Reads torchrun's WORLD_SIZE, RANK, LOCAL_RANK, LOCAL_WORLD_SIZE. A process group that is there
+    already, as inside another `placed` block, is used and left: several runs, one after the other,
+    share it. Raises UserError.
     """
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    rank = int(os.environ.get("RANK", "0"))
+    inside = distributed()
+    ranks = torch.distributed.get_world_size() if inside else int(os.environ.get("WORLD_SIZE", "1"))
+    rank = torch.distributed.get_rank() if inside else int(os.environ.get("RANK", "0"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks)))
     strategy = strategy_of(run, ranks)
@@ -101,8 +105,8 @@ def placed(run: Run) -> Iterator[Placement]:
             torch.set_float32_matmul_precision("high")
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
-    if strategy == "single":
-        yield Placement(0, 1, device, strategy)
+    if strategy == "single" or inside:
+        yield Placement(rank, ranks, device, strategy)
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if ranks == 1:

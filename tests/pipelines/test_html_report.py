@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from pipelines.manifest import InputEntry, LossEntry, Manifest
 from pipelines.report_figures import look_at_shards
 from tests.pipelines.mining import NO_LANGUAGE_FILTER, run
 from tests.pipelines.report_crawl import HOSTILE, page, write_crawl
+from tests.pipelines.shown_pages import Shown
 from tests.pipelines.wet_files import Page, write_wet
 
 pytest.importorskip("vl_convert", reason="the report needs the extra 'report'")
@@ -51,47 +51,6 @@ def crawl(tmp_path_factory: pytest.TempPathFactory) -> tuple[Manifest, Path]:
                 InputEntry(name="b.wet.gz", bytes=9_000_000, xxh3="ab", shard=1)),
     )  # fmt: skip
     return manifest, folder
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
-    names = ("chromium", "chromium-browser", "google-chrome")
-    program = next(filter(None, map(shutil.which, names)), None)
-    if program is None:
-        pytest.skip("no Chromium on this machine (apt-get install chromium)")
-    with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
-
-
-class Shown:
-    """The page in a browser, and what it said and asked for meanwhile."""
-
-    def __init__(self, browser: Any, path: Path, width: int = 1440, theme: str = "light") -> None:
-        self.tab = browser.new_page(
-            viewport={"width": width, "height": 900}, color_scheme=theme, reduced_motion="reduce"
-        )
-        self.said: list[str] = []
-        self.asked: list[str] = []
-        self.tab.on("console", lambda message: self.said.append(message.text))
-        self.tab.on("pageerror", lambda error: self.said.append(str(error)))
-        self.tab.on("dialog", lambda dialog: self.said.append(f"dialog {dialog.message}"))
-        self.tab.on("request", lambda request: self.asked.append(request.url))
-        self.tab.goto(path.as_uri())
-
-    def table(self, caption: str) -> dict[str, list[str]]:
-        """Cells by row heading."""
-        script = """caption => {
-            const all = [...document.querySelectorAll('table')];
-            const found = all.filter(t => t.caption.textContent === caption);
-            return found[0] && [...found[0].tBodies[0].rows].map(
-                row => [...row.cells].map(cell => cell.textContent));
-        }"""
-        rows = self.tab.evaluate(script, caption)
-        assert rows is not None, f"no table '{caption}'"
-        return {row[0]: row[1:] for row in rows}
 
 
 def written(crawl: tuple[Manifest, Path], target: Path) -> Path:
@@ -203,33 +162,11 @@ def test_hostile_text_stays_text(browser: Any, path: Path) -> None:
 
 @pytest.mark.parametrize(("width", "theme"), [*itertools.product((360, 1440), ("light", "dark"))])
 def test_layout_contrast_and_names(browser: Any, path: Path, width: int, theme: str) -> None:
-    tab = Shown(browser, path, width, theme).tab
+    shown = Shown(browser, path, width, theme)
+    tab = shown.tab
     tab.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
     assert tab.evaluate("document.documentElement.scrollWidth") == width
-    low = tab.evaluate("""() => {
-        const numbers = colour => colour.match(/[\\d.]+/g).map(Number);
-        const light = colour => {
-            const [r, g, b] = numbers(colour).map(
-                v => v / 255 <= .04045 ? v / 255 / 12.92 : ((v / 255 + .055) / 1.055) ** 2.4);
-            return .2126 * r + .7152 * g + .0722 * b;
-        };
-        const behind = element => {
-            for (; element; element = element.parentElement) {
-                const colour = getComputedStyle(element).backgroundColor;
-                if (numbers(colour)[3] !== 0) return colour;
-            }
-        };
-        const found = [];
-        for (const element of document.querySelectorAll('body *')) {
-            const own = [...element.childNodes].some(n => n.nodeType === 3 && n.data.trim());
-            if (!own || !element.getClientRects().length || element.closest('script')) continue;
-            const style = getComputedStyle(element);
-            const colour = element.closest('svg') ? style.fill : style.color;
-            const [a, b] = [light(colour), light(behind(element))].sort((x, y) => y - x);
-            if ((a + .05) / (b + .05) < 4.5) found.push([element.textContent, colour]);
-        }
-        return found;
-    }""")
+    low = shown.low_contrast()
     assert low == []
     paper = tab.evaluate("getComputedStyle(document.body).backgroundColor")
     assert paper == {"light": "rgb(252, 252, 250)", "dark": "rgb(20, 23, 26)"}[theme]

@@ -29,6 +29,8 @@ COMMANDS = [
 NEEDS_NETWORK = ["crawl"]
 # The same commands on fewer steps: what they reach is no matter here.
 SHORT_RUN = ["schedule.steps=4", "schedule.warmup_steps=1", "batch.samples=8"]
+SHORT_MIX = ["schedule.steps=2", "schedule.warmup_steps=1", "batch.samples=32", "mix.seeds=[0]",
+             "model.size=tiny", "evaluation.examples=4", "mix.specialists=0"]  # fmt: skip
 SHORT_TASK = ["fine_tuning.seeds=[0]", "fine_tuning.learning_rates=[1e-3]",
               "fine_tuning.epochs=1", "data.train_examples=100"]  # fmt: skip
 
@@ -103,13 +105,15 @@ def test_commands(
     short = []
     if command[0] == "train":
         short = SHORT_RUN
+    elif command[0] == "mix":
+        short = SHORT_MIX
     elif command[0] == "evaluate" and "held-out" not in command:
         short = SHORT_TASK
     assert main([*command, *(word for setting in short for word in ("--set", setting))]) == 0
 
 
 def test_the_readme_shows_every_verb_and_recipe() -> None:
-    verbs = {"inspect", "crawl", "models", "mine", "train", "evaluate", "export"}
+    verbs = {"inspect", "crawl", "models", "mine", "train", "mix", "evaluate", "export"}
     assert {command[0] for command in COMMANDS} == verbs
     for stage in get_args(recipe_file.Stage):
         for name in recipe_file.shipped(stage):

@@ -280,7 +280,7 @@ def test_ranks_get_the_whole_command(place: Place, tmp_path: Path) -> None:
     words = ["train", "demo", "--data", "a b", "c", "--tokenizer", "t", "--output", "o", "--set",
              "run.seed=3", "--processes", "2", "--restart", "--json"]  # fmt: skip
     again = parse(VERBS, train_command._for_ranks(parse(VERBS, words)))
-    assert train_command._overrides(again) == [
+    assert train_command.overrides_of(again) == [
         "run.seed=3", 'data.manifests=["a b", "c"]', 'model.tokenizer="t"', 'output.directory="o"',
     ]  # fmt: skip
     assert again.restart and again.json and not again.processes

@@ -22,7 +22,7 @@ from training.examples import IGNORED, Example
 from training.metrics import Window
 from training.objectives import Losses, Objective
 from training.recipe import Run, load_recipe
-from training.strategy import Parallel, placed
+from training.strategy import Parallel, Placement, placed
 
 VOCAB = 90
 LENGTH = 16
@@ -106,26 +106,34 @@ def curve(case: dict[str, Any]) -> tuple[list[float], list[dict[str, Tensor]], l
     case: family, strategy, examples (of a step), microbatch, steps, and fields of `Run`.
     """
     run = Run(**case.get("run", {}), strategy=case["strategy"], device="cpu")
-    losses, found, norms = [], [], []
     with placed(run) as place:
-        parallel = Parallel(objective(case["family"], case.get("dropout", 0.0)), place, run)
-        optimiser = torch.optim.AdamW(parallel.objective.network.parameters(), lr=1e-2, eps=1e-3)
-        for step in range(case["steps"]):
-            taken = [
-                one for one in examples(case["family"], step * case["examples"], case["examples"])
-                if one.index % place.ranks == place.rank
-            ]  # fmt: skip
-            passed = gradients(
-                parallel, case["family"], taken,
-                of=case["examples"], microbatch=case["microbatch"], step=step,
-            )  # fmt: skip
-            seen = passed.window
-            seen.fold(place)
-            losses.append(seen.means()["loss"] if place.first else 0.0)
-            found.append(whole(parallel.objective, gradient=True))
-            norms.append(parallel.gradient_norm())
-            optimiser.step()
-            optimiser.zero_grad()
+        # DDP's reducer must be gone before the process group: as its last holder it joins gloo's
+        # threads under the GIL, which one of them may be waiting for.
+        return _curve(case, place, run)
+
+
+def _curve(
+    case: dict[str, Any], place: Placement, run: Run
+) -> tuple[list[float], list[dict[str, Tensor]], list[float]]:
+    losses, found, norms = [], [], []
+    parallel = Parallel(objective(case["family"], case.get("dropout", 0.0)), place, run)
+    optimiser = torch.optim.AdamW(parallel.objective.network.parameters(), lr=1e-2, eps=1e-3)
+    for step in range(case["steps"]):
+        taken = [
+            one for one in examples(case["family"], step * case["examples"], case["examples"])
+            if one.index % place.ranks == place.rank
+        ]  # fmt: skip
+        passed = gradients(
+            parallel, case["family"], taken,
+            of=case["examples"], microbatch=case["microbatch"], step=step,
+        )  # fmt: skip
+        seen = passed.window
+        seen.fold(place)
+        losses.append(seen.means()["loss"] if place.first else 0.0)
+        found.append(whole(parallel.objective, gradient=True))
+        norms.append(parallel.gradient_norm())
+        optimiser.step()
+        optimiser.zero_grad()
     return losses, found, norms
 
 

@@ -151,6 +151,9 @@ def test_the_causal_loss_is_that_of_all_logits() -> None:
     assert losses.correct.tolist() == [hits.tolist()]
     assert losses.counts.tolist() == [[15, 15]]
     torch.testing.assert_close(Objective(network).token_losses(batch), expected, rtol=0, atol=1e-6)
+    assert losses.tokens is not None
+    assert not losses.tokens.requires_grad
+    torch.testing.assert_close(losses.tokens, expected, rtol=0, atol=1e-6)
 
 
 def test_the_masked_loss_is_that_of_all_logits() -> None:

@@ -114,6 +114,15 @@ def test_the_same_run_gives_the_same_bytes_wherever_it_is(
         assert place not in text
 
 
+def test_manifest_of_a_run_before_there_were_proxies(made: tuple[str, str], tmp_path: Path) -> None:
+    written = write(tmp_path, made)
+    assert written.proxy is None
+    tree = json.loads((tmp_path / "manifest.json").read_text())
+    assert tree.pop("proxy") is None
+    (tmp_path / "manifest.json").write_text(json.dumps(tree))
+    assert run_manifest.read(tmp_path) == written
+
+
 def test_inspect_shows_a_run(
     made: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

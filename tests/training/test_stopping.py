@@ -36,6 +36,19 @@ def test_a_signal_sets_a_flag() -> None:
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
 
 
+def test_blocks_inside_one_another_share_a_request() -> None:
+    with StopRequest() as outer:
+        with StopRequest() as inner:
+            assert not inner.requested
+        assert not outer.requested
+        with StopRequest() as inner:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert (inner.name, outer.name) == ("SIGTERM", "")
+        assert outer.name == "SIGTERM"
+        with StopRequest() as inner:
+            assert inner.requested
+
+
 def test_a_second_ctrl_c_ends_the_process() -> None:
     """Also while the first request is at work in code that never looks at the flag."""
     code = (

@@ -158,6 +158,22 @@ def test_cuda_where_there_is_none() -> None:
         pass
 
 
+def test_placed_inside_placed_uses_its_process_group() -> None:
+    """As the runs of a mix do; on two ranks: `test_proxy`."""
+    run = Run(strategy="ddp", device="cpu")
+    with placed(run) as outer:
+        group = torch.distributed.group.WORLD
+        for _ in range(2):
+            with placed(run) as inner:
+                assert inner == outer
+                assert torch.distributed.group.WORLD is group
+            assert torch.distributed.is_initialized()
+        with pytest.raises(UserError, match="boom"), placed(run):
+            raise UserError("boom")
+        assert torch.distributed.group.WORLD is group
+    assert not torch.distributed.is_initialized()
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 def test_one_rank_of_any_strategy(strategy: str) -> None:
     case = {"family": "decoder", "examples": 3, "microbatch": 2, "steps": 2}

@@ -126,6 +126,38 @@ class MixRecipe(TrainRecipe):
             )
         return self
 
+    @model_validator(mode="after")
+    def _set_by_the_mix(self) -> MixRecipe:
+        """What every run of the mix gets anew is not taken from the sections of training."""
+        if self.data.weights != "proportional":
+            raise ValueError(
+                "data.weights has no use here, a mix finds the weights: set doremi.reference for "
+                "another alpha_ref than the proportional one"
+            )
+        for name, value in (("data.seed", self.data.seed), ("run.seed", self.run.seed)):
+            if value:
+                raise ValueError(f"{name} = '{value}' has no use here: give mix.seeds")
+        if self.data.held_out == 0:
+            raise ValueError(
+                "data.held_out = '0' leaves nothing to compare the mixtures on: set it above 0, "
+                "as 0.01"
+            )
+        if self.model.init is not None and (self.mix.main_size or self.regress.size):
+            raise ValueError(
+                "model.init gives its weights to models of model.size only: leave mix.main_size "
+                "and regress.size out, or model.init"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_reference(self) -> MixRecipe:
+        doremi = self.doremi
+        if doremi.reference_run is not None and doremi.reference != "proportional":
+            raise ValueError(
+                "doremi.reference and doremi.reference_run both name the first reference: give one"
+            )
+        return self
+
     def train_recipe(
         self,
         *,
