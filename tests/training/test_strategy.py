@@ -107,8 +107,9 @@ def test_run_of_two_ranks_is_the_run_of_one(
     alone = folder / f"{name}-alone"
     fields = [field for field in RUNS[name] if not field.startswith("run.strategy")]
     loop.train(load_recipe("demo", _sets(crawl, alone, *fields)), quiet=True)
-    # FSDP2 rounds weights to bf16, autocast rounds also between them.
-    within = 0.02 if "run.precision=bf16" in fields else 1e-5
+    # FSDP2 rounds weights to bf16, autocast rounds also between them; and a processor that
+    # multiplies bf16 itself (AMX: 0.023 after 7 steps) rounds in other places than one that widens.
+    within = 0.05 if "run.precision=bf16" in fields else 1e-5
     found, expected = without_times(folder / name), without_times(alone)
     assert [(line["kind"], line["step"]) for line in found] == [
         *[("train", step) for step in range(1, 6)], ("evaluation", 5),
