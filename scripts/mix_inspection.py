@@ -84,9 +84,5 @@ def _folder(target: str) -> Path:
 
 
 def _is_finished(target: str) -> bool:
-    """Whether the manifest that stands there has the fields of a mix's."""
-    try:
-        value = json.loads((_folder(target) / MANIFEST_FILE).read_bytes())
-    except (OSError, ValueError):
-        return False
-    return isinstance(value, dict) and value.keys() == MixManifest.model_fields.keys()
+    """Whether a manifest of a mix stands there."""
+    return results.is_manifest(_folder(target) / MANIFEST_FILE)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from models import files
 from training import run_manifest
-from training.run_manifest import MANIFEST_FILE, RunManifest
+from training.run_manifest import MANIFEST_FILE, ProxyEntry, RunManifest
 
 _CHECKPOINTS_FOLDER, _LATEST_FILE = "checkpoints", "latest"
 
@@ -44,7 +44,9 @@ def _is_finished(target: str) -> bool:
         value = json.loads((_folder(target) / MANIFEST_FILE).read_bytes())
     except (OSError, ValueError):
         return False
-    return isinstance(value, dict) and value.keys() == RunManifest.model_fields.keys()
+    fields = RunManifest.model_fields
+    needed = {name for name, field in fields.items() if field.is_required()}
+    return isinstance(value, dict) and needed <= value.keys() <= fields.keys()
 
 
 def _unfinished(target: str) -> str | None:
@@ -67,8 +69,12 @@ def _table(manifest: RunManifest) -> str:
         ("tokenizer, SHA-256", manifest.tokenizer.sha256),
         *(("mined crawl, SHA-256", source.manifest_sha256) for source in manifest.sources),
         *((file.path, f"{file.bytes:,} bytes, SHA-256 {file.sha256}") for file in manifest.files),
+        *_proxy_rows(manifest.proxy),
     ]
     lines = [f"{name:<32}{value}" for name, value in rows]
+    if manifest.proxy is not None:
+        lines += ["", f"{'domain':<32}weight that it found"]
+        lines += [f"{name:<32}{value:.4f}" for name, value in manifest.proxy.weights.items()]
     held_out = manifest.held_out
     if held_out is not None:
         lines += ["", f"{'held out':<32}{'examples':>10}  loss by term"]
@@ -76,3 +82,14 @@ def _table(manifest: RunManifest) -> str:
             terms = "  ".join(f"{term} {one.loss:.3f}" for term, one in entry.terms.items())
             lines.append(f"{name:<32}{entry.examples:>10,}  {terms}")
     return "\n".join(lines)
+
+
+def _proxy_rows(proxy: ProxyEntry | None) -> list[tuple[str, str]]:
+    """How a proxy weighed its domains, and by what."""
+    if proxy is None:
+        return []
+    settings = f"step size {proxy.step_size:g}, smoothing {proxy.smoothing:g}"
+    return [
+        ("proxy", f"{proxy.method}, excess '{proxy.excess}', {settings}"),
+        ("its reference, SHA-256", proxy.reference_sha256),
+    ]

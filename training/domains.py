@@ -147,24 +147,27 @@ def load_corpus(data: Data) -> Corpus:
     return Corpus(_divide(chosen, data, _source_names(data.manifests)), sources)
 
 
-def mixture(corpus: Corpus, weights: Mapping[str, float] | str) -> np.ndarray:
+def mixture(
+    corpus: Corpus, weights: Mapping[str, float] | str, *, setting: str = "data.weights"
+) -> np.ndarray:
     """Shares of the examples by domain: float64 (domains,), sum 1.
 
     weights: 'proportional' (to characters), 'uniform', a mapping, or the path of a JSON file:
     {"weights": {domain: share}}, {domain: share}, or {"train_domain_weights": {domain: share}}
-    as DoReMi's public code writes. Shares need not sum to 1. Raises UserError.
+    as DoReMi's public code writes. Shares need not sum to 1. setting: what the user gave them as.
+    Raises UserError.
     """
     if weights == "uniform":
         found = [1.0] * len(corpus.domains)
     elif weights == "proportional":
         found = characters(corpus)
     elif isinstance(weights, str):
-        found = _in_order(corpus, _read_weights(weights), f"weights file '{weights}'")
+        found = _in_order(corpus, _read_weights(weights, setting), f"weights file '{weights}'")
     else:
-        found = _in_order(corpus, weights, "data.weights")
+        found = _in_order(corpus, weights, setting)
     total = math.fsum(found)
     if not total:
-        raise UserError(f"data.weights = '{weights}': all domains come to '0': give one more")
+        raise UserError(f"{setting} = '{weights}': all domains come to '0': give one more")
     return np.array(found) / total
 
 
@@ -297,13 +300,13 @@ def _chars_by_group(shard: Shard, groups: HostPatterns, row_groups: RowGroups) -
     return found
 
 
-def _read_weights(path: str) -> dict[str, Any]:
+def _read_weights(path: str, setting: str) -> dict[str, Any]:
     try:
         tree = json.loads(files.read_bytes(path))
     except OSError as error:
         raise UserError(
-            f"data.weights = '{path}' is not 'proportional', not 'uniform', and no file that can "
-            f"be read ({error.strerror or error.__class__.__name__})"
+            f"{setting} = '{path}' is not 'proportional', not 'uniform', and no file that can be "
+            f"read ({error.strerror or error.__class__.__name__})"
         ) from None
     except ValueError as error:
         raise UserError(f"weights file '{path}' is no JSON: {error}") from None

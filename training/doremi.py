@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 
 from models.errors import UserError
+from training import run_manifest
 from training.mix.recipe import Excess
 from training.trace import Trace, read_trace, read_weights
 
@@ -164,6 +165,8 @@ def train_proxy(
 
     learning = Proxy(settings)
     summary = train(uniform(recipe), restart=restart, quiet=quiet, learning=learning)
-    stopped = summary["status"] == "stopped"
-    weights = None if stopped else read_weights(recipe.output.directory)
-    return {**summary, "weights": weights}
+    if summary["status"] == "stopped":
+        return {**summary, "weights": None}
+    entry = run_manifest.read(recipe.output.directory).proxy
+    assert entry is not None
+    return {**summary, "weights": entry.weights}

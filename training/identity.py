@@ -52,13 +52,22 @@ def identity(recipe: TrainRecipe, corpus: Corpus, weights: Sequence[float]) -> d
 
 def check(saved: dict[str, Any], current: dict[str, Any], directory: str) -> None:
     """Raises UserError, which names the first difference, when a run is not the saved one."""
-    found = _difference(saved, current)
+    found = _proxy_difference(saved, current) or _difference(saved, current)
     if found is not None:
         raise UserError(
             f"'{directory}' holds another run: {found}: set it back; or go on from that run's "
             f"weights (gristmill export '{directory}' --output MODEL, then here --set "
             "model.init=MODEL and another --output); or throw it away with --restart"
         )
+
+
+def _proxy_difference(saved: dict[str, Any], current: dict[str, Any]) -> str | None:
+    if ("proxy" in saved) != ("proxy" in current):
+        return "a proxy's of DoReMi" if "proxy" in saved else "one that is no proxy"
+    name, before, now = _first(saved.get("proxy", {}), current.get("proxy", {}))
+    if name == "reference_sha256":
+        return f"the reference's manifest has the SHA-256 '{now[:12]}…', there '{before[:12]}…'"
+    return f"the proxy's {name} = '{now}' is '{before}' there" if name else None
 
 
 def _difference(saved: dict[str, Any], current: dict[str, Any]) -> str | None:
@@ -77,17 +86,7 @@ def _difference(saved: dict[str, Any], current: dict[str, Any]) -> str | None:
         return f"the weight of domain '{name}' is '{now}', there '{before}'"
     if saved["init_sha256"] != current["init_sha256"]:
         return "model.init has other weights"
-    same = None if saved == current else "it was saved by another version of Gristmill"
-    return _proxy_difference(saved, current) or same
-
-
-def _proxy_difference(saved: dict[str, Any], current: dict[str, Any]) -> str | None:
-    if ("proxy" in saved) != ("proxy" in current):
-        return "a proxy's of DoReMi" if "proxy" in saved else "one that is no proxy"
-    name, before, now = _first(saved.get("proxy", {}), current.get("proxy", {}))
-    if name == "reference_sha256":
-        return f"the reference's manifest has the SHA-256 '{now[:12]}…', there '{before[:12]}…'"
-    return f"the proxy's {name} = '{now}' is '{before}' there" if name else None
+    return None if saved == current else "it was saved by another version of Gristmill"
 
 
 def _first(before: dict[str, Any], now: dict[str, Any]) -> tuple[str, str, str]:

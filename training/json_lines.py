@@ -26,6 +26,14 @@ def keep(path: Path, stays: Callable[[dict[str, Any]], bool]) -> list[dict[str, 
     return [value for _, value in kept]
 
 
+def begins(path: Path, start: bytes) -> bool:
+    """Whether the file `path` begins with `start`, or was cut by a kill before the end of it."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return start.startswith(file.read(len(start)))
+
+
 def parsed(line: bytes) -> dict[str, Any] | None:
     """The object of a whole line; None for one that was cut or is another thing."""
     try:

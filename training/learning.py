@@ -8,8 +8,10 @@ Every rank calls every method, in the same order.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
+from models import files
 from training import microbatches
 from training.batches import Batch
 from training.examples import Example
@@ -18,6 +20,8 @@ from training.microbatches import Passed
 from training.prepare import Prepared
 from training.recipe import TrainRecipe
 from training.strategy import Parallel, Placement
+from training.together import on_first
+from training.trace import ALPHA_FILE
 
 
 class Learning(Protocol):
@@ -77,10 +81,13 @@ class Plain:
 
     def prepared(self, recipe: TrainRecipe, prepared: Prepared) -> Prepared:
         """As they are."""
+        self._trace = Path(recipe.output.directory) / ALPHA_FILE
         return prepared
 
     def begin(self, place: Placement, done: int, state: dict[str, Any]) -> None:
-        """Nothing to open."""
+        """Nothing to open; the trace of a proxy that died here before its first checkpoint goes."""
+        if not done:
+            on_first(lambda: files.remove(self._trace), "cannot begin the run")
 
     def gradients(
         self,

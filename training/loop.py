@@ -69,9 +69,12 @@ def train(
     directory = recipe.output.directory
     with placed(recipe.run) as place, StopRequest() as stop, run_folder.held(directory):
         if restart:
-            named = (recipe.model.tokenizer, recipe.model.init, *learning.inputs)
-            inputs = [place for place in named if place]
-            on_first(lambda: run_folder.clear(directory, inputs), "cannot restart")
+            named = (recipe.model.tokenizer, recipe.model.init, recipe.data.weights_file)
+            inputs = [*filter(None, named), *learning.inputs]
+            on_first(
+                lambda: run_folder.clear(directory, inputs, current=prepared.identity),
+                "cannot restart",
+            )
         manifest = run_folder.finished(directory, prepared.identity)
         if manifest is not None:
             return already_finished(recipe, manifest)

@@ -62,6 +62,12 @@ class Data(Section):
         "by ranks) should fit, or it is read again and again"
     )  # fmt: skip
 
+    @property
+    def weights_file(self) -> str | None:
+        """The path that `weights` names, if it is one."""
+        named = isinstance(self.weights, str) and self.weights not in ("proportional", "uniform")
+        return str(self.weights) if named else None
+
 
 class Examples(Section):
     """How pages become examples."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import re
 import shutil
@@ -27,7 +26,7 @@ from models.errors import Fault, UserError
 from models.tokenizer import CONFIG_FILE as TOKENIZER_CONFIG_FILE
 from models.tokenizer import TOKENIZER_FILE
 from pipelines import lock
-from training import checkpoint, identity, model_card, model_files, run_manifest
+from training import checkpoint, identity, json_lines, model_card, model_files, run_manifest
 from training.folders import PARTIAL_SUFFIX, local
 from training.metrics import METRICS_FILE, TENSORBOARD_FOLDER
 from training.run_manifest import MANIFEST_FILE, RunManifest
@@ -54,6 +53,7 @@ _OWN_NAMES = {
     TENSORBOARD_FOLDER: r"events\.out\.tfevents\..*",
 }
 """What a run writes into each of its folders."""
+_METRICS_START = b'{"kind": "'
 
 
 @contextlib.contextmanager
@@ -83,47 +83,49 @@ def finished(directory: str, current: dict[str, Any]) -> RunManifest | None:
     """
     folder = local(directory)
     if not (folder / MANIFEST_FILE).exists():
-        _refuse_foreign(folder)
-        # Weights that stand alone are somebody's; a plain run leaves them, and so does --restart.
-        if "proxy" in current and (folder / WEIGHTS_FILE).exists() and not _has_trace(folder):
-            _refuse(folder, WEIGHTS_FILE)
+        _refuse_foreign(folder, current)
         return None
     manifest = _own_manifest(folder)
     identity.check(_identity(manifest), current, directory)
     return manifest
 
 
-def clear(directory: str, inputs: Sequence[str] = ()) -> None:
+def clear(
+    directory: str, inputs: Sequence[str] = (), *, current: dict[str, Any] | None = None
+) -> None:
     """Remove what a run has written to `directory`, and nothing else; rank 0 alone calls it.
 
-    inputs: what the new run reads. Raises UserError, and removes nothing, when one of them would
-    go too, or when the folder holds files under our names that no run made.
+    inputs: what the new run reads. current: its identity, if there is one. Raises UserError, and
+    removes nothing, when an input would go too, or when the folder holds files under the names of
+    a run that no run made.
     """
     folder = local(directory)
+    traced = (WEIGHTS_FILE, ALPHA_FILE) if is_trace(folder / ALPHA_FILE) else ()
     for place in inputs:
-        for name in _OWN_NAMES:
+        for name in (*_OWN_NAMES, *traced):
             if files.is_local(place) and _is_in(files.local_path(place), folder / name):
                 raise UserError(
                     f"--restart would throw away '{place}', which the run needs: give another "
                     "folder with --output"
                 )
-    check_own(folder)
+    check_own(folder, current)
     files.remove(folder / MANIFEST_FILE)
     checkpoint.clear(folder)
-    if _has_trace(folder):
-        files.remove(folder / WEIGHTS_FILE)
-        files.remove(folder / ALPHA_FILE)
-    files.remove(folder / METRICS_FILE)
+    for name in (*traced, METRICS_FILE):
+        files.remove(folder / name)
     for name in (TENSORBOARD_FOLDER, MODEL_FOLDER):
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
-def check_own(directory: str | os.PathLike[str]) -> None:
-    """Raises UserError when files stand under our names in `directory` that no run made."""
+def check_own(directory: str | os.PathLike[str], current: dict[str, Any] | None = None) -> None:
+    """Raises UserError when files stand under our names in `directory` that no run made.
+
+    current: identity of the run that begins there, if there is one.
+    """
     folder = local(directory)
     if (folder / MANIFEST_FILE).exists():
         _own_manifest(folder)
-    _refuse_foreign(folder)
+    _refuse_foreign(folder, current or {})
 
 
 def _is_in(place: Path, folder: Path) -> bool:
@@ -147,27 +149,20 @@ def _taken(folder: Path) -> int:
     return descriptor
 
 
-def _refuse_foreign(folder: Path) -> None:
-    found = _foreign(folder)
+def _refuse_foreign(folder: Path, current: dict[str, Any]) -> None:
+    found = _foreign(folder, proxy="proxy" in current)
     if found is not None:
-        _refuse(folder, found)
+        raise UserError(
+            f"output '{folder}' holds '{found}', which no run of `gristmill train` made: give "
+            "another folder with --output"
+        )
 
 
-def _refuse(folder: Path, found: str) -> None:
-    raise UserError(
-        f"output '{folder}' holds '{found}', which no run of `gristmill train` made: give "
-        "another folder with --output"
-    )
-
-
-def _has_trace(folder: Path) -> bool:
-    return is_trace(folder / ALPHA_FILE)
-
-
-def _foreign(folder: Path) -> str | None:
+def _foreign(folder: Path, *, proxy: bool) -> str | None:
     """A file or folder that stands where a run writes, and is none of a run; None: there is none.
 
-    So neither a run nor `--restart` ever takes away what somebody else has put there.
+    So neither a run nor `--restart` ever takes away what somebody else has put there. Weights
+    without a trace are somebody's: in the way of a proxy alone, all others leave them.
     """
     for name, own in _OWN_NAMES.items():
         place = folder / name
@@ -176,24 +171,14 @@ def _foreign(folder: Path) -> str | None:
         for path in sorted(place.glob("*")):
             if not re.fullmatch(own, path.name):
                 return f"{name}/{path.name}"
-    place = folder / METRICS_FILE
-    if place.is_dir():
+    metrics, alpha = folder / METRICS_FILE, folder / ALPHA_FILE
+    if metrics.exists() and not json_lines.begins(metrics, _METRICS_START):
         return METRICS_FILE
-    if place.exists():
-        with place.open("rb") as file:
-            first = file.readline()
-        if first.endswith(b"\n") and not _is_metrics(first):
-            return METRICS_FILE
-    if (folder / ALPHA_FILE).exists() and not _has_trace(folder):
+    if alpha.exists() and not is_trace(alpha):
         return ALPHA_FILE
+    if proxy and (folder / WEIGHTS_FILE).exists() and not alpha.exists():
+        return WEIGHTS_FILE
     return None
-
-
-def _is_metrics(line: bytes) -> bool:
-    try:
-        return {"kind", "step"} <= set(json.loads(line))
-    except (ValueError, TypeError):
-        return False
 
 
 def _own_manifest(folder: Path) -> RunManifest:

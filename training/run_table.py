@@ -62,8 +62,8 @@ class RunTable:
 
     @property
     def parameters(self) -> int:
-        """Of the exponential law for one target: c, K, and one for each domain."""
-        return len(self.domains) + 2
+        """See `parameters`."""
+        return parameters(len(self.domains))
 
     def check_runs(self) -> None:
         """Raise UserError when the table has fewer runs than a law has parameters."""
@@ -73,6 +73,11 @@ class RunTable:
                 f"parameters of a law for {len(self.domains)} domains: give more runs, best "
                 f"{3 * self.parameters} or more"
             )
+
+
+def parameters(domains: int) -> int:
+    """Of the exponential law for one target: c, K, and one for each domain."""
+    return domains + 2
 
 
 def _check_row(

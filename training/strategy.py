@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from models.errors import UserError
+from training.host_memory import keep_freed_memory
 from training.networks import checkpoint_blocks
 from training.objectives import Losses, Objective
 from training.prepare import strategy_of
@@ -103,7 +104,9 @@ def placed(run: Run) -> Iterator[Placement]:
         if run.precision == "bf16":
             # What autocast leaves in fp32 may use TF32; an fp32 run stays exact.
             torch.set_float32_matmul_precision("high")
-    elif "OMP_NUM_THREADS" not in os.environ:
+    else:
+        keep_freed_memory()
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
     if strategy == "single" or inside:
         yield Placement(rank, ranks, device, strategy)

@@ -25,6 +25,7 @@ from training import json_lines
 ALPHA_FILE = "alpha.jsonl"
 WEIGHTS_FILE = "weights.json"
 _KEYS = {"step", "alpha", "excess", "tokens"}
+_START = b'{"domains": ['
 
 
 @dataclass(frozen=True)
@@ -92,11 +93,7 @@ class TraceLog:
 
 def is_trace(path: Path) -> bool:
     """Whether `path` is an alpha.jsonl of a proxy run, or one whose first line was cut."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        first = file.readline()
-    return not first.endswith(b"\n") or "domains" in (json_lines.parsed(first) or {})
+    return json_lines.begins(path, _START)
 
 
 def read_trace(folder: str | os.PathLike[str]) -> Trace:
@@ -108,8 +105,12 @@ def read_trace(folder: str | os.PathLike[str]) -> Trace:
         raise UserError(
             f"no trace at '{path}' ({error.__class__.__name__}): only the run of a proxy has one"
         ) from None
-    head, *lines = [line for line in found if line is not None] or [{}]
+    if found and found[-1] is None:
+        found.pop()  # being written, or cut by a kill
+    head, *lines = [line or {} for line in found] or [{}]
     try:
+        if [line["step"] for line in lines] != list(range(1, len(lines) + 1)):
+            raise ValueError("a step is missing")
         domains = tuple(str(name) for name in head["domains"])
         shape = (len(lines), len(domains))
         nothing = [float("nan")] * len(domains)
@@ -120,7 +121,9 @@ def read_trace(folder: str | os.PathLike[str]) -> Trace:
             np.array([line["tokens"] for line in lines], float).reshape(shape),
         )
     except (KeyError, TypeError, ValueError):
-        raise UserError(f"'{path}' is no trace of a proxy: give the folder of its run") from None
+        raise UserError(
+            f"'{path}' is no trace of a proxy, or not a whole one: give the folder of its run"
+        ) from None
 
 
 def write_weights(folder: str | os.PathLike[str], domains: Sequence[str], mean: np.ndarray) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from training.doremi import DomainWeights
-from training.mix import results
+from training.mix import identity, results
 from training.mix.recipe import MixRecipe
 from training.mix.results import DomainEntry, MixManifest, RoundEntry, RunEntry, round_entry
 from training.run_manifest import SourceEntry
@@ -67,7 +67,7 @@ def fake_mix(
         tool_version="0.1.0",
         name=name,
         method=method,
-        recipe=results.published(_recipe(method, seeds, rounds, name)),
+        recipe=identity.published(_recipe(method, seeds, rounds, name)),
         recipe_digest="0123456789abcdef0123456789abcdef",
         tokenizer_sha256="ab" * 32,
         sources=(SourceEntry(manifest_sha256="cd" * 32, recipe_digest="ef" * 16),),

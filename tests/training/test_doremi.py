@@ -225,3 +225,18 @@ def test_nothing_to_read(tmp_path: Path) -> None:
             read_weights(tmp_path)
     write_weights(tmp_path, ["bn", "hi"], np.array([0.1, 0.9]))
     assert read_weights(tmp_path) == {"bn": 0.1, "hi": 0.9}
+
+
+def test_trace_with_a_hole_is_none(tmp_path: Path) -> None:
+    log = TraceLog(tmp_path, ["bn", "hi"], step=0)
+    _write(log, 1, 2, 3)
+    log.close()
+    path = tmp_path / "alpha.jsonl"
+    whole = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(whole)[:-9])  # cut by a kill
+    assert len(read_trace(tmp_path).alpha) == 2
+    for number in (1, 2):
+        damaged = [*whole[:number], whole[number][:-9] + b"\n", *whole[number + 1 :]]
+        path.write_bytes(b"".join(damaged))
+        with pytest.raises(UserError, match="is no trace of a proxy, or not a whole one"):
+            read_trace(tmp_path)

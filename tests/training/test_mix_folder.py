@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from models.errors import UserError
+from tests.training.fake_mixes import fake_mix
 from training.mix import folder
 
 MIX: dict[str, Any] = {
     "recipe_digest": "d1",
-    "recipe": {"schedule": {"steps": 8}, "mix": {"seeds": [0, 1]}},
+    "recipe": {"schedule": {"steps": 8}, "mix": {"seeds": [0, 1], "method": "regress"}},
     "tokenizer_sha256": "t",
     "table_sha256": None,
 }
@@ -30,7 +31,7 @@ def tree(root: Path) -> list[str]:
 
 
 OURS = [
-    "weights.json", "manifest.json", "runs.csv",
+    "weights.json", "runs.csv",
     "runs/proportional/seed-0/model/config.json", "runs/proxy-2/seed-10/checkpoints/latest",
     "runs/small-1234/seed-0/model/README.md", "runs/specialist-12/seed-0/model/tokenizer.json",
 ]  # fmt: skip
@@ -41,9 +42,9 @@ def test_the_same_mix_goes_on_and_another_one_is_told_the_difference(tmp_path: P
     assert json.loads((tmp_path / "mix.json").read_text()) == MIX
     assert folder.claim(str(tmp_path), MIX) is None
     for change, said in (
-        ({"recipe": {"schedule": {"steps": 9}, "mix": {"seeds": [0, 1]}}},
+        ({"recipe": {"schedule": {"steps": 9}, "mix": {"seeds": [0, 1], "method": "regress"}}},
          "schedule.steps = '9' is '8' there"),
-        ({"recipe": {"schedule": {"steps": 8}, "mix": {"seeds": [0]}}},
+        ({"recipe": {"schedule": {"steps": 8}, "mix": {"seeds": [0], "method": "regress"}}},
          r"mix.seeds = '\[0\]' is '\[0, 1\]' there"),
         ({"tokenizer_sha256": "u"}, "tokenizer_sha256 = 'u' is 't' there"),
         ({"table_sha256": "x"}, "table_sha256 = 'x' is 'not set' there"),
@@ -80,6 +81,7 @@ def test_restart_refuses_foreign_files_and_removes_nothing(tmp_path: Path, name:
 def test_restart_removes_what_a_mix_wrote_and_nothing_else(tmp_path: Path) -> None:
     folder.claim(str(tmp_path), MIX)
     write(tmp_path, *OURS, "notes.txt", "runs/proportional/seed-0/notes.txt")
+    write(tmp_path, "manifest.json", text='{"rounds": [], "runs": [], "specialists": []}')
     folder.clear(str(tmp_path))
     assert tree(tmp_path) == ["notes.txt", "runs/proportional/seed-0/notes.txt"]
     assert not (tmp_path / "runs" / "proxy-2").exists()
@@ -94,3 +96,41 @@ def test_restart_keeps_what_the_new_mix_reads(tmp_path: Path, name: str) -> None
     with pytest.raises(UserError, match=f"would throw away '{tmp_path / name}'"):
         folder.clear(str(tmp_path), ["gs://bucket/x", str(tmp_path / name)])
     assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("text", ["mine", '{"recipe": {}, "files": []}'])
+def test_restart_keeps_the_manifest_of_something_else(tmp_path: Path, text: str) -> None:
+    """As of a `gristmill train` whose --output was the folder of a mix."""
+    folder.claim(str(tmp_path), MIX)
+    write(tmp_path, *OURS)
+    write(tmp_path, "manifest.json", text=text)
+    before = tree(tmp_path)
+    with pytest.raises(UserError, match=r"holds 'manifest.json', which no run of `gristmill mix`"):
+        folder.clear(str(tmp_path))
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"recipe": {"mix": {"method": "doremi"}}, "table_sha256": None}, {"table_sha256": "x"}],
+)
+def test_restart_keeps_a_table_that_no_such_mix_writes(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    """Only a law over runs of its own writes runs.csv."""
+    folder.claim(str(tmp_path), {**MIX, **change})
+    write(tmp_path, *OURS)
+    folder.clear(str(tmp_path))
+    assert tree(tmp_path) == ["runs.csv"]
+
+
+def test_a_finished_mix_gets_its_weights_back(tmp_path: Path) -> None:
+    made = fake_mix(tmp_path, chars={"a": 1, "b": 3}, rounds=1, steps=3)
+    text = (tmp_path / "weights.json").read_bytes()
+    for name in ("weights.json", "manifest.json"):
+        (tmp_path / name).rename(tmp_path / f"kept-{name}")
+    (tmp_path / "runs").rename(tmp_path / "kept")
+    assert folder.claim(str(tmp_path), MIX) is None
+    (tmp_path / "kept-manifest.json").rename(tmp_path / "manifest.json")
+    assert folder.claim(str(tmp_path), MIX) == made
+    assert (tmp_path / "weights.json").read_bytes() == text

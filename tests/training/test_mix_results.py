@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from models.errors import UserError
 from tests.conftest import REPOSITORY
 from tests.training.corpora import data, make_corpus, random_pages
 from tests.training.fake_mixes import CHARS, fake_mix
 from training.domains import characters, load_corpus, mixture
-from training.mix import comparison, results
+from training.mix import comparison, identity, results
 from training.mix.comparison import Estimate, Verdict
 from training.mix.recipe import MixRecipe
 from training.mix.report_sections import running_mean
@@ -94,7 +96,7 @@ def test_comparison_by_hand(tmp_path: Path) -> None:
 
 def test_sentences(tmp_path: Path) -> None:
     def sentence(mean: float, sd: float | None) -> str:
-        return comparison.sentence(Verdict("mean_loss", "uniform", Estimate(mean, sd)), "doremi")
+        return comparison.sentence(Verdict("mean_loss", "uniform", Estimate(mean, sd), 2), "doremi")
 
     assert sentence(-0.1, 0.05) == (
         "mean held-out loss: doremi is 0.100 ± 0.050 below uniform: better by more than the seed "
@@ -110,7 +112,9 @@ def test_sentences(tmp_path: Path) -> None:
     manifest = by_hand(tmp_path)
 
     def conclusion(*differences: tuple[str, float, float | None]) -> str:
-        found = [Verdict("mean_loss", name, Estimate(mean, sd)) for name, mean, sd in differences]
+        found = [
+            Verdict("mean_loss", name, Estimate(mean, sd), 2) for name, mean, sd in differences
+        ]
         return comparison.conclusion(manifest, found)
 
     better, worse = ("proportional", -1.0, 0.1), ("uniform", 1.0, 0.1)
@@ -127,6 +131,32 @@ def test_sentences(tmp_path: Path) -> None:
     )
     assert conclusion(("uniform", -1.0, None)).startswith("One seed: whether DoReMi beats uniform")
     assert conclusion().startswith("There is nothing to compare DoReMi with")
+
+
+def test_what_chance_alone_gives() -> None:
+    """Of differences that have no cause, so many are larger than their spread over the seeds."""
+    assert comparison.chance(2) == pytest.approx(1 - 2 * math.atan(2**0.5) / math.pi)
+    assert comparison.chance(3) == pytest.approx(1 - (3 / 5) ** 0.5)
+    for seeds in range(2, 40):
+        expected = 2 * stats.t.sf(seeds**0.5, seeds - 1)
+        assert comparison.chance(seeds) == pytest.approx(expected, rel=1e-9)
+    drawn = np.random.default_rng(0).normal(size=(40_000, 3))
+    beyond = np.abs(drawn.mean(1)) > drawn.std(1, ddof=1)
+    assert beyond.mean() == pytest.approx(comparison.chance(3), abs=0.01)
+
+
+def test_the_notes_say_what_the_spread_is_worth(tmp_path: Path) -> None:
+    text = table(by_hand(tmp_path))
+    assert "chance: with 2 seeds, 39% of differences that have no cause exceed the seed spread" in (
+        text
+    )
+    assert (
+        "excess: above the mean loss of a domain's specialist, of 1 to 2 seeds; ± is that of "
+        in (text)
+    )
+    one_seed = table(fake_mix(tmp_path / "one", seeds=(4,), rounds=1, steps=5))
+    assert "chance:" not in one_seed
+    assert "specialist, of 1 seed; ± is that of the mixture alone" in one_seed
 
 
 def test_without_specialists_and_with_one_seed(tmp_path: Path) -> None:
@@ -207,7 +237,7 @@ def recipe(**sections: Any) -> MixRecipe:
 
 
 def test_the_digest_covers_what_changes_the_result() -> None:
-    base = results.recipe_digest(recipe())
+    base = identity.recipe_digest(recipe())
     different = [
         recipe(mix={"seeds": [1]}),
         recipe(mix={"specialists": 1}),
@@ -221,7 +251,7 @@ def test_the_digest_covers_what_changes_the_result() -> None:
         recipe(examples={"sequence_length": 64}),
         recipe(mix={"method": "regress"}),
     ]
-    digests = [base, *map(results.recipe_digest, different)]
+    digests = [base, *map(identity.recipe_digest, different)]
     assert len(set(digests)) == len(digests)
     same = [
         recipe(name="other"),
@@ -232,7 +262,7 @@ def test_the_digest_covers_what_changes_the_result() -> None:
         recipe(evaluation={"every": 3}),
         recipe(regress={"runs": 99}),
     ]
-    assert {results.recipe_digest(one) for one in same} == {base}
+    assert {identity.recipe_digest(one) for one in same} == {base}
 
 
 @pytest.mark.parametrize("method", ["doremi", "regress"])
@@ -240,7 +270,7 @@ def test_the_digest_covers_what_changes_the_result() -> None:
     "reference", [{"reference": "/home/me/weights.json"}, {"reference_run": "/home/me/run"}]
 )
 def test_no_place_of_this_machine_is_published(method: str, reference: dict[str, str]) -> None:
-    found = results.published(recipe(
+    found = identity.published(recipe(
         data={"manifests": ["/home/me/mined"]},
         model={"family": "decoder", "tokenizer": "/home/me/t", "init": "/home/me/m"},
         output={"directory": "/home/me/out"}, mix={"method": method}, doremi=reference,

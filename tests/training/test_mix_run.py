@@ -10,9 +10,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from models import files
 from models.errors import Fault, UserError
 from tests.training import mix_runs, train_runs
 from tests.training.mix_runs import MixInputs
@@ -23,7 +25,7 @@ from training.mix import results
 from training.mix.pool import Pool
 from training.mix.run import Stopped, run_mix
 from training.mix.stages import Catalogue, MixRun, Mixtures
-from training.mixing_law import read_table
+from training.mixing_law import RunTable, read_table, write_table
 
 LABELS = ("doremi", "proportional", "proxy-1", "uniform")
 
@@ -298,7 +300,10 @@ def test_a_law_over_small_runs_and_over_their_table(
     manifest = results.read(output)
     assert manifest.law is not None
     assert manifest.weights == dict(zip(("bn", "hi"), manifest.law.best, strict=True))
-    assert [run.label for run in manifest.runs] == ["proportional", "uniform", "regress"]
+    assert [run.label for run in manifest.runs] == [
+        "proportional", "uniform", *(f"small-{number:03d}" for number in range(12)), "regress",
+    ]  # fmt: skip
+    assert manifest.law.table_sha256 == files.sha256_file(output / "runs.csv")
     main = run_manifest.read(output / "runs/regress/seed-2")
     assert main.domains == pytest.approx(manifest.weights, abs=1e-12)
     assert [text for text in manifest.warnings if text.startswith("the law: ")] == [
@@ -319,6 +324,8 @@ def test_a_law_over_small_runs_and_over_their_table(
     again = run_mix(inputs.load(tmp_path / "again", *fields), quiet=True)
     assert again.weights == pytest.approx(manifest.weights, abs=1e-9)
     assert not list((tmp_path / "again/runs").glob("small-*"))
+    assert again.law is not None and again.law.table_sha256 == manifest.law.table_sha256
+    assert [run.label for run in again.runs] == ["proportional", "uniform", "regress"]
     with pytest.raises(UserError, match=r"regress.target = 'xx': choose mean, worst, bn, hi"):
         run_mix(inputs.load(tmp_path / "new", *fields, "regress.target=xx"))
     with pytest.raises(UserError, match=r"regress.folds = '13' of 12 runs"):
@@ -328,3 +335,25 @@ def test_a_law_over_small_runs_and_over_their_table(
     with pytest.raises(UserError, match=r"would throw away '.*runs.csv', which the mix needs"):
         run_mix(inputs.load(output, *fields), restart=True)
     assert not (tmp_path / "new").exists()
+
+
+def test_most_epochs_bound_the_mixture_of_the_main_run(inputs: MixInputs, tmp_path: Path) -> None:
+    shares = np.linspace(0.05, 0.95, 12)
+    losses = 2 + np.exp(-2 * shares)[:, None]
+    table = RunTable(("hi", "bn"), ("hi",), np.column_stack([shares, 1 - shares]), losses)
+    write_table(tmp_path / "mine.csv", table)
+    fields = (*LAW, f'regress.table="{tmp_path / "mine.csv"}"', "regress.target=hi")
+    manifest = run_mix(
+        inputs.load(tmp_path / "mix", *fields, "regress.max_epochs=0.05"), quiet=True
+    )
+    assert manifest.law is not None
+    by_name = dict(zip(manifest.law.domains, manifest.law.best, strict=True))
+    bn, hi = manifest.domains
+    # Without the bound all weight would go to hi, which its own loss falls with.
+    assert 0.2 < hi.weight == pytest.approx(by_name["hi"]) < 0.6
+    assert hi.epochs == pytest.approx(0.05, rel=1e-4)
+    assert bn.epochs is not None and bn.epochs < 0.05
+    main = run_manifest.read(tmp_path / "mix/runs/regress/seed-2")
+    assert main.domains["hi"] == pytest.approx(hi.weight)
+    assert "regress.max_epochs holds down 'hi'" in manifest.law.notes
+    assert max(manifest.law.spread) < 1e-3  # the bound holds in every refit, too

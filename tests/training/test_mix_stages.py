@@ -171,6 +171,10 @@ MISTAKES = {
     "mix.seeds=[1, 1]": "names a seed twice",
     "mix.specialists=3": "mix.specialists = '3' is more than the 2",
     "mix.method=dro": "mix.method = 'dro'",
+    "doremi.step_size=inf": "doremi.step_size = 'inf'",
+    "regress.concentration=[0.1, inf]": r"regress.concentration = '\[0.1, inf\]' is no range",
+    "regress.max_epochs=0": "regress.max_epochs = '0'",
+    "regress.max_epochs=nan": "regress.max_epochs = 'nan'",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -387,15 +388,18 @@ def test_finished_proxy_has_nothing_to_do(
     place: Place,
     reference: Path,
     finished: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder, summary = finished
+    folder = Path(shutil.copytree(finished[0], tmp_path / "run"))
     before = result(folder)
     monkeypatch.setattr(loop, "build_network", None)
-    again = proxy(place, reference, folder, "model.dropout=0.1")
-    assert again["status"] == "already finished"
-    assert again["weights"] == summary["weights"]
-    assert result(folder) == before
+    for text in (before["weights.json"], b'{"weights": {"bn": 1}}'):  # the manifest has them
+        (folder / "weights.json").write_bytes(text)
+        again = proxy(place, reference, folder, "model.dropout=0.1")
+        assert again["status"] == "already finished"
+        assert again["weights"] == finished[1]["weights"]
+    assert result(folder) == {**before, "weights.json": text}
 
 
 def _spoil(patch: pytest.MonkeyPatch, steps: Sequence[int], *, tokens: bool) -> None:
@@ -482,8 +486,7 @@ def test_another_proxy_is_refused(
     assert (
         f"the reference's manifest has the SHA-256 '{digests[0][:12]}…', there '{digests[1][:12]}…'"
     ) in _refusal(lambda: train_proxy(given, settings(other)))
-    uniform = recipe(place, folder, "model.dropout=0.1", "data.weights=uniform")
-    assert "holds another run: a proxy's of DoReMi: " in _refusal(lambda: loop.train(uniform))
+    assert "holds another run: a proxy's of DoReMi: " in _refusal(lambda: loop.train(given))
     run = recipe(place, other, "schedule.steps=3", "data.weights=uniform")
     loop.train(run, restart=True, quiet=True)
     assert "another run: one that is no proxy" in _refusal(
@@ -523,6 +526,30 @@ def test_files_of_somebody_else_stay(
         given = recipe(place, tmp_path, "schedule.steps=3")
         loop.train(given, restart=restart, quiet=True)
         assert (tmp_path / name).read_text() == '{"mine": 1}\n'
+
+
+def test_proxy_that_died_at_once_leaves_nothing_to_a_plain_run(
+    place: Place, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(Clock, "step", _at_step(2, _die))
+        with pytest.raises(RuntimeError, match="died"):
+            proxy(place, reference, folder)
+    assert len(read_trace(folder).alpha) == 2
+    loop.train(recipe(place, folder, "schedule.steps=3"), quiet=True)
+    assert not (folder / "alpha.jsonl").exists()
+
+
+def test_restart_keeps_the_weights_file_of_the_new_run(
+    place: Place, finished: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(finished[0], tmp_path / "run"))
+    before = result(folder)
+    given = recipe(place, folder, f"data.weights={folder / 'weights.json'}")
+    said = _refusal(lambda: loop.train(given, restart=True, quiet=True))
+    assert f"would throw away '{folder / 'weights.json'}', which the run needs" in said
+    assert result(folder) == before
 
 
 def test_what_a_proxy_cannot_be(place: Place, reference: Path, tmp_path: Path) -> None:

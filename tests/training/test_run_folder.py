@@ -107,3 +107,56 @@ def test_files_of_somebody_else_are_named_and_stay(tmp_path: Path, name: str) ->
     with pytest.raises(UserError, match=f"holds '{shown}', which no run"):
         run_folder.clear(str(tmp_path))
     assert sorted(tmp_path.rglob("*")) == before
+
+
+TRACE = '{"domains": ["bn", "hi"]}\n{"step": 1, "alpha": [0.5, 0.5]}\n'
+
+
+@pytest.mark.parametrize("text", ['{"loss": 1}', '{"loss": 1, "domains": []}\n', "notes\nmore"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "alpha.jsonl"])
+def test_logs_of_somebody_else_are_none_that_a_kill_has_cut(
+    tmp_path: Path, name: str, text: str
+) -> None:
+    write(tmp_path, name, text=text)
+    for work in (lambda: run_folder.finished(str(tmp_path), {}),
+                 lambda: run_folder.clear(str(tmp_path))):  # fmt: skip
+        with pytest.raises(UserError, match=f"holds '{name}', which no run"):
+            work()
+    assert (tmp_path / name).read_text() == text
+
+
+@pytest.mark.parametrize("end", [0, 1, 5, 15, None])
+def test_logs_that_a_kill_has_cut_are_a_runs(tmp_path: Path, end: int | None) -> None:
+    write(tmp_path, "alpha.jsonl", text=TRACE[:end])
+    write(tmp_path, "metrics.jsonl", text='{"kind": "train", "step": 1}\n'[:end])
+    assert run_folder.finished(str(tmp_path), {}) is None
+    run_folder.clear(str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_restart_of_a_proxy_beside_foreign_weights_removes_nothing(tmp_path: Path) -> None:
+    """It would be refused, so what the run there has learned must stay."""
+    write(tmp_path, *OURS, "weights.json")
+    before = sorted(tmp_path.rglob("*"))
+    proxy = {"proxy": {"method": "doremi"}}
+    for work in (lambda: run_folder.finished(str(tmp_path), proxy),
+                 lambda: run_folder.clear(str(tmp_path), current=proxy)):  # fmt: skip
+        with pytest.raises(UserError, match=r"holds 'weights\.json', which no run"):
+            work()
+    assert sorted(tmp_path.rglob("*")) == before
+    run_folder.clear(str(tmp_path), current={})
+    assert [path.name for path in tmp_path.iterdir()] == ["weights.json"]
+
+
+@pytest.mark.parametrize("name", ["weights.json", "alpha.jsonl"])
+def test_restart_keeps_the_weights_that_the_new_run_needs(tmp_path: Path, name: str) -> None:
+    """As --set data.weights=PROXY/weights.json --output PROXY --restart."""
+    write(tmp_path, *OURS, "weights.json")
+    write(tmp_path, "alpha.jsonl", text=TRACE)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match=rf"would throw away '{tmp_path / name}'"):
+        run_folder.clear(str(tmp_path), [str(tmp_path / name)])
+    assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / "alpha.jsonl").unlink()
+    run_folder.clear(str(tmp_path), [str(tmp_path / "weights.json")])  # which is nobody's trace
+    assert [path.name for path in tmp_path.iterdir()] == ["weights.json"]

@@ -114,13 +114,40 @@ def test_the_same_run_gives_the_same_bytes_wherever_it_is(
         assert place not in text
 
 
-def test_manifest_of_a_run_before_there_were_proxies(made: tuple[str, str], tmp_path: Path) -> None:
+def test_manifest_of_a_run_before_there_were_proxies(
+    made: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     written = write(tmp_path, made)
     assert written.proxy is None
     tree = json.loads((tmp_path / "manifest.json").read_text())
     assert tree.pop("proxy") is None
     (tmp_path / "manifest.json").write_text(json.dumps(tree))
     assert run_manifest.read(tmp_path) == written
+    assert main(["inspect", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert written.recipe_digest in text
+    assert "proxy" not in text
+
+
+def test_inspect_shows_a_proxy(
+    made: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry = run_manifest.ProxyEntry(
+        method="doremi", excess="hardest", step_size=0.5, smoothing=0.001,
+        reference_sha256="ab" * 32, weights={"bn": 0.62505, "hi": 0.37495},
+    )  # fmt: skip
+    written = write(tmp_path, made).model_copy(update={"proxy": entry})
+    (tmp_path / "manifest.json").write_text(written.to_json())
+    assert main(["inspect", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name, value in (
+        ("proxy", "doremi, excess 'hardest', step size 0.5, smoothing 0.001"),
+        ("its reference, SHA-256", "ab" * 32),
+        ("domain", "weight that it found"),
+        ("bn", "0.6250"),
+        ("hi", "0.3750"),
+    ):
+        assert f"{name:<32}{value}" in lines
 
 
 def test_inspect_shows_a_run(

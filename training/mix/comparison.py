@@ -7,6 +7,7 @@ what DoReMi lowers is the worst excess). Means and sample standard deviations ar
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +21,6 @@ MEASURES: dict[Measure, str] = {
     "mean_loss": "mean held-out loss",
     "worst_excess": "worst domain's excess",
 }
-
 
 METHODS = {"doremi": "DoReMi", "regress": "The law's mixture"}
 
@@ -50,11 +50,12 @@ class Score:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The found mixture less a baseline, seed by seed: below 0 it is better."""
+    """The found mixture less a baseline, over `seeds` that both have: below 0 it is better."""
 
     measure: Measure
     baseline: str
     difference: Estimate
+    seeds: int
 
     @property
     def seen(self) -> bool | None:
@@ -144,7 +145,7 @@ def verdicts(manifest: MixManifest, found: Sequence[Score]) -> tuple[Verdict, ..
                 if seed in theirs
             ]
             if pairs:
-                results.append(Verdict(measure, baseline, estimate(pairs)))
+                results.append(Verdict(measure, baseline, estimate(pairs), len(pairs)))
     return tuple(results)
 
 
@@ -161,6 +162,25 @@ def sentence(verdict: Verdict, label: str) -> str:
     if not verdict.seen:
         return text + "inside the seed spread, no difference is shown"
     return text + ("better" if side == "below" else "worse") + " by more than the seed spread"
+
+
+def chance(seeds: int) -> float:
+    """Probability that the mean of `seeds` differences is larger than their sample standard
+    deviation, although there is no true one: that of |t| > sqrt(seeds), for Student's t with
+    seeds - 1 degrees of freedom (Abramowitz and Stegun 1964, 26.7.3 and 26.7.4).
+
+    >>> f"{chance(2):.3f} {chance(3):.3f} {chance(5):.3f}"
+    '0.392 0.225 0.089'
+    """
+    freedom = seeds - 1
+    odd = freedom % 2
+    angle = math.atan(math.sqrt(seeds / freedom))
+    term, total = math.cos(angle) if odd else 1.0, 0.0
+    for number in range(1 + odd, freedom, 2):
+        total += term
+        term *= number / (number + 1) * math.cos(angle) ** 2
+    inside = total * math.sin(angle)
+    return 1 - (2 / math.pi * (angle + inside) if odd else inside)
 
 
 def conclusion(manifest: MixManifest, found: Sequence[Verdict]) -> str:

@@ -2,7 +2,7 @@
 
 DIR/mix.json        which mix this is; written first: without it nothing here is ours
 DIR/runs/LABEL/seed-N/   training.run_folder
-DIR/runs.csv        training.mixing_law: the small runs
+DIR/runs.csv        training.mix.law: the small runs
 DIR/weights.json    training.mix.results
 DIR/manifest.json   training.mix.results; written last: with it the mix is finished
 DIR/run.lock        while a mix is at work (training.run_folder.held)
@@ -22,12 +22,12 @@ from models.errors import UserError
 from training import run_folder
 from training.folders import local, sweep
 from training.mix import results
+from training.mix.law import TABLE_FILE
 from training.mix.results import WEIGHTS_FILE, MixManifest
 from training.mix.stages import RUNS_FOLDER
 from training.run_manifest import MANIFEST_FILE
 
 MIX_FILE = "mix.json"
-TABLE_FILE = "runs.csv"
 _OUR_NAMES = (MANIFEST_FILE, WEIGHTS_FILE, TABLE_FILE, RUNS_FOLDER)
 _LABEL = re.compile(
     r"proportional|uniform|doremi|regress|(specialist|reference|proxy)-\d+|small-\d{3,}"
@@ -59,7 +59,10 @@ def claim(directory: str, identity: Mapping[str, Any]) -> MixManifest | None:
     if not (folder / MANIFEST_FILE).exists():
         sweep(folder)
         return None
-    return results.read(folder)
+    manifest = results.read(folder)
+    if not (folder / WEIGHTS_FILE).exists():
+        results.write_weights(folder, manifest)
+    return manifest
 
 
 def clear(directory: str, inputs: Sequence[str] = ()) -> None:
@@ -76,14 +79,17 @@ def clear(directory: str, inputs: Sequence[str] = ()) -> None:
             raise UserError(
                 f"--restart would throw away '{place}', which the mix needs: {_OTHERWISE}"
             )
-    if _saved(folder) is None:
+    saved = _saved(folder)
+    if saved is None:
         _refuse_foreign(folder, _OUR_NAMES)
         return
     _check_runs(folder)
+    if (folder / MANIFEST_FILE).exists() and not results.is_manifest(folder / MANIFEST_FILE):
+        _refuse(folder, MANIFEST_FILE)
     runs = list(_runs(folder))
     for run in runs:
         run_folder.check_own(run)
-    for name in (MANIFEST_FILE, WEIGHTS_FILE, TABLE_FILE):
+    for name in (MANIFEST_FILE, WEIGHTS_FILE, *([TABLE_FILE] if _writes_table(saved) else [])):
         files.remove(folder / name)
     for run in runs:
         run_folder.clear(str(run))
@@ -106,6 +112,12 @@ def _saved(folder: Path) -> dict[str, Any] | None:
         _refuse(folder, MIX_FILE)
     found: dict[str, Any] = tree
     return found
+
+
+def _writes_table(saved: Mapping[str, Any]) -> bool:
+    """Whether the mix of this identity has small runs, and so a table of them."""
+    method = saved.get("recipe", {}).get("mix", {}).get("method")
+    return method == "regress" and saved.get("table_sha256") is None
 
 
 def _check_runs(folder: Path) -> None:

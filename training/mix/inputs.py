@@ -8,17 +8,16 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from models import files
 from models.errors import UserError
 from training import run_manifest, sampler
 from training.domain_rows import Split
 from training.domains import mixture
-from training.mix import guards, results
+from training.mix import guards, law
+from training.mix.identity import published, recipe_digest
 from training.mix.recipe import MixRecipe
 from training.mix.stages import Mixtures, Weights
 from training.prepare import Prepared, prepare
@@ -34,15 +33,20 @@ class MixInputs:
     """The inputs of a mix, opened and checked.
 
     tokens_once: of one pass over each domain's training pages. compared: domains with held-out
-    pages. table: the user's runs, for a law without small runs of its own. identity: all that the
-    result depends on, as JSON can hold it.
+    pages. epochs: how often the runs whose mixtures are known read each domain. table: the user's
+    runs, for a law without small runs of its own; drawn: the mixtures (runs, domains) of these;
+    limits: the highest weight of each domain in the mixture that the law may find. identity: all
+    that the result depends on, as JSON can hold it.
     """
 
     prepared: Prepared
     mixtures: Mixtures
     tokens_once: dict[str, float]
     compared: tuple[str, ...]
+    epochs: dict[str, dict[str, float]]
     table: RunTable | None
+    drawn: np.ndarray | None
+    limits: dict[str, float] | None
     identity: dict[str, Any]
     warnings: tuple[str, ...]
 
@@ -79,23 +83,28 @@ def open_inputs(recipe: MixRecipe) -> MixInputs:
     compared = tuple(name for name in names if name not in without)
     proportional = _by_name(names, prepared.weights)
     reference, references = _reference(recipe, prepared)
-    table, table_sha256 = _table(recipe, names, compared)
     uniform = replace(prepared, weights=np.full(len(names), 1 / len(names)))
     plan = make_plan(first, uniform, 1)
     once = {one["name"]: one["tokens"] / one["epochs"] for one in plan.domains}
     mixtures = Mixtures(names, proportional, reference)
-    too_often = guards.repeated(known_epochs(recipe, mixtures, once, plan.tokens_per_step))
+    table, table_sha256, drawn, limits = None, None, None, None
+    if recipe.mix.method == "regress":
+        table, table_sha256 = law.checked_table(recipe, names, compared)
+        drawn = law.drawn_mixtures(recipe, proportional) if table is None else None
+        limits = law.weight_limits(recipe, once, main_steps(recipe) * plan.tokens_per_step)
+    epochs = _known_epochs(recipe, mixtures, drawn, once, plan.tokens_per_step)
     return MixInputs(
         prepared=prepared,
         mixtures=mixtures,
         tokens_once=once,
         compared=compared,
+        epochs=epochs,
         table=table,
+        drawn=drawn,
+        limits=limits,
         identity={
-            "recipe_digest": results.recipe_digest(recipe),
-            "recipe": {
-                key: value for key, value in results.published(recipe).items() if key != "name"
-            },
+            "recipe_digest": recipe_digest(recipe),
+            "recipe": {key: value for key, value in published(recipe).items() if key != "name"},
             "tokenizer_sha256": prepared.identity["tokenizer_sha256"],
             "sources": prepared.identity["sources"],
             "domains": proportional,
@@ -104,29 +113,44 @@ def open_inputs(recipe: MixRecipe) -> MixInputs:
             "table_sha256": table_sha256,
         },
         warnings=tuple(
-            text for text in (batch_warning, held_out_warning, *too_often) if text is not None
+            text
+            for text in (batch_warning, held_out_warning, *guards.repeated(epochs))
+            if text is not None
         ),
     )
 
 
-def known_epochs(
-    recipe: MixRecipe, mixtures: Mixtures, once: Weights, tokens_per_step: int
+def _known_epochs(
+    recipe: MixRecipe,
+    mixtures: Mixtures,
+    drawn: np.ndarray | None,
+    once: Weights,
+    tokens_per_step: int,
 ) -> dict[str, dict[str, float]]:
     """How often the runs whose mixtures are known read each domain. once: tokens of one pass."""
     stage = recipe.schedule.steps * tokens_per_step
-    main = (recipe.mix.main_steps or recipe.schedule.steps) * tokens_per_step
+    main = main_steps(recipe) * tokens_per_step
     found = {
         "proportional": guards.epochs(mixtures.proportional, main, once),
         "uniform": guards.epochs(mixtures.uniform, main, once),
     }
     if recipe.mix.method == "doremi":
-        if mixtures.reference not in (mixtures.proportional, mixtures.uniform):
+        if main != stage or mixtures.reference not in (mixtures.proportional, mixtures.uniform):
             found["reference"] = guards.epochs(mixtures.reference, stage, once)
         if main != stage:
             found["proxy"] = guards.epochs(mixtures.uniform, stage, once)
+    if drawn is not None:
+        small = (recipe.regress.steps or recipe.schedule.steps) * tokens_per_step
+        most = _by_name(mixtures.names, drawn.max(0))
+        found["small runs, at most"] = guards.epochs(most, small, once)
     if recipe.mix.specialists:
         found["one domain alone"] = {name: main / once[name] for name in mixtures.names}
     return found
+
+
+def main_steps(recipe: MixRecipe) -> int:
+    """Steps of the runs that compare the mixtures."""
+    return recipe.mix.main_steps or recipe.schedule.steps
 
 
 def _reference(recipe: MixRecipe, prepared: Prepared) -> tuple[Weights, dict[str, Any]]:
@@ -136,7 +160,9 @@ def _reference(recipe: MixRecipe, prepared: Prepared) -> tuple[Weights, dict[str
         return _by_name(names, prepared.weights), {}
     folder = recipe.doremi.reference_run
     if folder is None:
-        found = _by_name(names, mixture(prepared.corpus, recipe.doremi.reference))
+        found = _by_name(
+            names, mixture(prepared.corpus, recipe.doremi.reference, setting="doremi.reference")
+        )
         return found, {"reference": found}
     digest = checked_reference(folder, recipe, prepared)
     there = run_manifest.read(folder).domains
@@ -148,43 +174,6 @@ def _reference(recipe: MixRecipe, prepared: Prepared) -> tuple[Weights, dict[str
         )
     ordered = {name: there[name] for name in names}
     return ordered, {"reference": ordered, "reference_sha256": digest}
-
-
-def _table(
-    recipe: MixRecipe, names: Sequence[str], compared: Sequence[str]
-) -> tuple[RunTable | None, str | None]:
-    """The user's table of runs and its SHA-256; checks the settings of the law."""
-    if recipe.mix.method != "regress":
-        return None, None
-    from training import mixing_law  # noqa: PLC0415 - scipy
-    from training.mixing_regressors import has_lightgbm  # noqa: PLC0415
-
-    regress = recipe.regress
-    table, digest, targets = None, None, tuple(compared)
-    if regress.table is not None:
-        table = mixing_law.read_table(regress.table)
-        digest, targets = files.sha256_file(Path(regress.table)), table.targets
-        if set(table.domains) != set(names):
-            other = sorted(set(table.domains) ^ set(names))[0]
-            raise UserError(
-                f"regress.table = '{regress.table}' has other domains than the data, as "
-                f"'{other}': it needs {', '.join(map(repr, names))}"
-            )
-    if regress.target not in ("mean", "worst", *targets):
-        raise UserError(
-            f"regress.target = '{regress.target}': choose mean, worst, {', '.join(targets)}"
-        )
-    if regress.regressor == "lightgbm" and not has_lightgbm():
-        raise UserError(
-            "regress.regressor = 'lightgbm' is not installed: pip install 'gristmill[mix]', or "
-            "choose exponential, quadratic, linear"
-        )
-    runs = regress.runs if table is None else len(table.mixtures)
-    if regress.folds > runs:
-        raise UserError(
-            f"regress.folds = '{regress.folds}' of {runs} runs: give {runs} or fewer, as 5"
-        )
-    return table, digest
 
 
 def _check_pages(prepared: Prepared, recipe: MixRecipe) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from training import microbatches, run_manifest
 from training.flops import flops_per_token, labelled_share
 from training.mix import guards
-from training.mix.inputs import MixInputs, known_epochs
+from training.mix.inputs import MixInputs
 from training.mix.recipe import MixRecipe
 from training.mix.stages import Catalogue, DoReMiStages
 from training.networks import network_config
@@ -100,7 +100,7 @@ def make_plan(recipe: MixRecipe, inputs: MixInputs, ranks: int) -> MixPlan:
             }
             for name in inputs.names
         },
-        epochs=known_epochs(recipe, inputs.mixtures, inputs.tokens_once, examples * length),
+        epochs=inputs.epochs,
         expected_absent=guards.expected_absent(len(inputs.names), examples) if doremi else None,
         warnings=inputs.warnings,
     )

@@ -6,6 +6,7 @@ baselines, main runs, specialists, small runs.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -68,7 +69,9 @@ class DoReMi(Section):
         description="what raises a domain: excess (loss above the reference's), or the paper's "
         "ablations hardest (the proxy's loss), easiest (the reference's, the lower the more)",
     )
-    step_size: float = Field(1.0, gt=0, description="eta, of the update of the domain weights")
+    step_size: float = Field(
+        1.0, gt=0, allow_inf_nan=False, description="eta, of the update of the domain weights"
+    )
     smoothing: float = Field(1e-3, gt=0, lt=1, description="c, the share of uniform weights")
     max_rounds: int = Field(1, ge=1, description="iterated DoReMi: at most so many rounds")
     tolerance: float = Field(
@@ -93,6 +96,10 @@ class Regress(Section):
     target: str = Field(
         "mean", description="what is lowered: 'mean' over domains, 'worst', or a domain's name"
     )
+    max_epochs: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="the found mixture lets a main run read no "
+        "domain more often; none: any mixture is right"
+    )  # fmt: skip
     regressor: Regressor = Field("auto", description="auto: the best in cross-validation")
     folds: int = Field(5, ge=2, description="of the cross-validation")
     bootstrap: int = Field(50, ge=2, description="refits that give the uncertainty")
@@ -100,10 +107,10 @@ class Regress(Section):
     @model_validator(mode="after")
     def _ordered(self) -> Regress:
         low, high = self.concentration
-        if not 0 < low <= high:
+        if not 0 < low <= high < math.inf:
             raise ValueError(
-                f"regress.concentration = '{[low, high]}' is no range: give two numbers above 0, "
-                "the lower one first"
+                f"regress.concentration = '{[low, high]}' is no range: give two finite numbers above "
+                "0, the lower one first"
             )
         return self
 

@@ -30,13 +30,17 @@ from pydantic import (
 from models import files
 from models.errors import UserError
 from training.domains import Corpus, characters
+from training.mix.identity import published, recipe_digest
 from training.mix.recipe import MixRecipe
-from training.run_manifest import MANIFEST_FILE, SourceEntry
+from training.run_manifest import MANIFEST_FILE, RunManifest, SourceEntry
 
 WEIGHTS_FILE = "weights.json"
 SCHEMA_VERSION = 1
 BASELINES = ("proportional", "uniform")
+TERM = "next_token"
 _ROUNDING = 1e-9
+_OWN_FIELDS = {"rounds", "runs", "specialists"}
+"""No other manifest of Gristmill has all of these."""
 
 
 def _finite(value: float) -> float:
@@ -106,7 +110,8 @@ class RunEntry(_Model):
 class LawEntry(_Model):
     """What `training.mixing_law` found, as it gives it. best, spread: by domain, in the order of
     `domains`. scores: rank correlations in cross-validation, null where there is none. observed,
-    fitted: the target in each small run, and what the law says of it from the others."""
+    fitted: the target in each small run, and what the law says of it from the others.
+    table_sha256: of the table of runs, the mix's own or the user's."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -122,6 +127,7 @@ class LawEntry(_Model):
     fitted: tuple[Number, ...] = ()
     doubts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    table_sha256: str | None = None
 
     @field_validator("scores", "predicted", "predicted_spread", mode="before")
     @classmethod
@@ -142,7 +148,7 @@ class LawEntry(_Model):
 
 class MixManifest(_Model):
     """See the module. recipe_digest: XXH3 of what can change the result. stopped: why the rounds
-    ended. runs: baselines and main runs; specialists: trained on one domain alone. law: as
+    ended. runs: all but the specialists, which are trained on one domain alone. law: as
     `training.mixing_law` gives it. warnings: what the guards said, and the law's doubts."""
 
     schema_version: int
@@ -217,39 +223,14 @@ def _check_names(
         raise ValueError(f"{where}: nothing for the domain '{missing[0]}'")
 
 
-def published(recipe: MixRecipe) -> dict[str, Any]:
-    """The recipe as the manifest shows it: without places on this machine, without the settings of
-    the other method, and without what is set anew for every run of the mix.
-
-    A file or run that the recipe names counts by its content, which stands elsewhere in the
-    manifest: the first round's reference, the law's runs.
-    """
-    tree = recipe.published()
-    for field in ("weights", "seed"):
-        del tree["data"][field]
-    del tree["run"]["seed"]
-    # Here the held-out losses are the result, and not only a look at the run.
-    tree["evaluation"] = {"examples": recipe.evaluation.examples}
-    if recipe.mix.method == "doremi":
-        del tree["regress"]
-        if tree["doremi"]["reference"] not in ("proportional", "uniform") and isinstance(
-            recipe.doremi.reference, str
-        ):
-            tree["doremi"]["reference"] = "a weights file"
-        if recipe.doremi.reference_run is not None:
-            tree["doremi"]["reference_run"] = "a finished run"
-    else:
-        del tree["doremi"]
-        if recipe.regress.table is not None:
-            tree["regress"]["table"] = "a table of runs"
-    return tree
-
-
-def recipe_digest(recipe: MixRecipe) -> str:
-    """XXH3 of the settings that can change the result (32 hex digits); see `published`."""
-    tree = published(recipe)
-    del tree["name"]
-    return files.xxh3_bytes(json.dumps(tree, sort_keys=True).encode())
+def held_out_losses(manifest: RunManifest) -> dict[str, float]:
+    """Loss of the next token by domain, of those that have held-out examples."""
+    assert manifest.held_out is not None
+    return {
+        name: entry.terms[TERM].loss
+        for name, entry in manifest.held_out.domains.items()
+        if entry.terms
+    }
 
 
 def round_entry(
@@ -347,8 +328,22 @@ def weights_text(manifest: MixManifest) -> str:
 def write(directory: str | os.PathLike[str], manifest: MixManifest) -> None:
     """Write weights.json, then manifest.json. Raises OSError."""
     folder = files.local_path(directory)
-    files.write_atomic(folder / WEIGHTS_FILE, weights_text(manifest))
+    write_weights(folder, manifest)
     files.write_atomic(folder / MANIFEST_FILE, manifest.to_json())
+
+
+def write_weights(folder: Path, manifest: MixManifest) -> None:
+    """Write weights.json. Raises OSError."""
+    files.write_atomic(folder / WEIGHTS_FILE, weights_text(manifest))
+
+
+def is_manifest(path: Path) -> bool:
+    """Whether the file at `path` can be the manifest of a mix, right or damaged, old or new."""
+    try:
+        tree = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(tree, dict) and tree.keys() >= _OWN_FIELDS
 
 
 def read(directory: str | os.PathLike[str]) -> MixManifest:

@@ -17,8 +17,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from models import files
 from models.errors import GristmillError, UserError
 from training import run_folder, run_manifest
@@ -26,9 +24,10 @@ from training.doremi import read_weights
 from training.metrics import duration
 from training.mix import folder, guards, results
 from training.mix.inputs import MixInputs, open_inputs, ranks_here
+from training.mix.law import fit_law
 from training.mix.pool import Executor, InProcess, Outcome, Pool
 from training.mix.recipe import MixRecipe
-from training.mix.results import MixManifest, RoundEntry, RunEntry
+from training.mix.results import TERM, MixManifest, RoundEntry, RunEntry
 from training.mix.stages import Catalogue, DoReMiStages, LawStages, MixRun, Weights
 from training.run_manifest import MANIFEST_FILE
 from training.stopping import StopRequest
@@ -36,7 +35,6 @@ from training.strategy import placed
 from training.together import on_first, rank
 
 _POLL_S = 0.2
-_TERM = "next_token"
 
 
 class Stopped(Exception):
@@ -107,7 +105,7 @@ class _Mix:
         self.stages: DoReMiStages | LawStages = (
             DoReMiStages(self.catalogue)
             if recipe.mix.method == "doremi"
-            else LawStages(self.catalogue, self._drawn(), self._fit)
+            else LawStages(self.catalogue, inputs.drawn, self._fit)
         )
 
     def run(self) -> MixManifest:
@@ -161,7 +159,7 @@ class _Mix:
             weights = on_first(lambda: read_weights(run.folder), f"cannot read '{run.folder}'")
         self.done[run.name] = weights
         known = isinstance(self.stages, LawStages) or self.recipe.doremi.max_rounds == 1
-        loss = summary["evaluation"]["total"]["terms"][_TERM]["loss"]
+        loss = summary["evaluation"]["total"]["terms"][TERM]["loss"]
         how = (
             duration(outcome.seconds) if summary["status"] == "finished" else "was finished already"
         )
@@ -191,22 +189,12 @@ class _Mix:
         self.warnings.append(text)
         self.say(f"warning: {text}")
 
-    def _drawn(self) -> np.ndarray | None:
-        """Mixtures of the small runs, unless the user has a table of runs."""
-        if self.inputs.table is not None:
-            return None
-        from training import mixing_law  # noqa: PLC0415 - scipy
-
-        prior = np.array(list(self.inputs.mixtures.proportional.values()))
-        return mixing_law.draw_mixtures(
-            prior, self.recipe.regress.runs, seed=self.recipe.mix.seeds[0],
-            concentration=self.recipe.regress.concentration,
-        )  # fmt: skip
-
     def _fit(self, small: Sequence[MixRun]) -> Weights:
         """The law's best mixture, from the user's table or from the small runs."""
         self.say("fitting the law")
-        law = on_first(lambda: self._law(small), "cannot fit the law")
+        law = on_first(
+            lambda: fit_law(self.recipe, self.inputs, small, self.directory), "cannot fit the law"
+        )
         self.law = law
         for text in law["notes"]:
             self.say(f"the law: {text}")
@@ -217,28 +205,6 @@ class _Mix:
         for text in law["doubts"]:
             self._warn(f"the law: {text}")
         return {name: results.law_weights(law, "best")[name] for name in self.inputs.names}
-
-    def _law(self, small: Sequence[MixRun]) -> dict[str, Any]:
-        from training import mixing_law  # noqa: PLC0415 - scipy
-
-        regress, names = self.recipe.regress, self.inputs.names
-        table = self.inputs.table
-        if table is None:
-            manifests = [run_manifest.read(run.folder) for run in small]
-            targets = self.inputs.compared
-            found = [_losses(manifest) for manifest in manifests]
-            table = mixing_law.RunTable(
-                domains=names,
-                targets=targets,
-                mixtures=np.array([[one.domains[name] for name in names] for one in manifests]),
-                losses=np.array([[losses[name] for name in targets] for losses in found]),
-            )
-            mixing_law.write_table(self.directory / folder.TABLE_FILE, table)
-        law = mixing_law.fit(
-            table, target=regress.target, regressor=regress.regressor, folds=regress.folds,
-            bootstrap=regress.bootstrap, seed=self.recipe.mix.seeds[0],
-        )  # fmt: skip
-        return law.to_json()
 
     def _finish(self) -> MixManifest:
         """The files of the mix; then it is finished."""
@@ -251,6 +217,7 @@ class _Mix:
         else:
             assert self.law is not None
             found = results.law_weights(self.law, "best")
+            groups |= {run.label: [run] for run in stages.small}
             main, end = stages.main_runs(), None
         groups[stages.label] = main
         recipe = self.recipe
@@ -290,23 +257,13 @@ class _Mix:
             steps=manifest.counts.steps,
             tokens=manifest.counts.tokens,
             weights=manifest.domains,
-            losses=_losses(manifest),
+            losses=results.held_out_losses(manifest),
             standard_errors={
-                name: entry.terms[_TERM].standard_error
+                name: entry.terms[TERM].standard_error
                 for name, entry in manifest.held_out.domains.items()
                 if entry.terms
             },
         )
-
-
-def _losses(manifest: run_manifest.RunManifest) -> dict[str, float]:
-    """Held-out loss by domain, of those that have held-out examples."""
-    assert manifest.held_out is not None
-    return {
-        name: entry.terms[_TERM].loss
-        for name, entry in manifest.held_out.domains.items()
-        if entry.terms
-    }
 
 
 def _named(error: GristmillError, run: MixRun) -> GristmillError:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
-from pipelines.report_parts import columns
+from pipelines.report_parts import columns, counted
 from training.mix import comparison
 from training.mix.comparison import Estimate, Score, number
 from training.mix.results import DomainEntry, MixManifest
@@ -50,8 +51,13 @@ def notes(manifest: MixManifest, scores: Sequence[Score]) -> list[str]:
     """What the numbers are, and what they say; a sentence each."""
     verdicts = comparison.verdicts(manifest, scores)
     lines = [comparison.sentence(verdict, manifest.method) for verdict in verdicts]
-    if not manifest.specialists:
-        lines.append("excess: not measured (mix.specialists = 0)")
+    seeds = {verdict.seeds for verdict in verdicts if verdict.seen is not None}
+    lines += [
+        f"chance: with {count} seeds, {comparison.chance(count):.0%} of differences that have no "
+        "cause exceed the seed spread"
+        for count in sorted(seeds)
+    ]
+    lines.append(_of_excess(manifest))
     worst = [f"{score.worst} ({score.label})" for score in scores if score.worst]
     if worst:
         lines.append(f"domain with the largest excess: {', '.join(worst)}")
@@ -59,6 +65,19 @@ def notes(manifest: MixManifest, scores: Sequence[Score]) -> list[str]:
     if without:
         lines.append(f"{_NOT_EXAMPLES}: {', '.join(without)}")
     return lines
+
+
+def _of_excess(manifest: MixManifest) -> str:
+    """How well the specialists are known, which the excess is measured from."""
+    if not manifest.specialists:
+        return "excess: not measured (mix.specialists = 0)"
+    counts = Counter(run.label for run in manifest.specialists).values()
+    few, many = min(counts), max(counts)
+    seeds = counted(many, "seed") if few == many else f"{few} to {many} seeds"
+    return (
+        f"excess: above the mean loss of a domain's specialist, of {seeds}; ± is that of the "
+        "mixture alone"
+    )
 
 
 def explanation(manifest: MixManifest, scores: Sequence[Score]) -> str:
