@@ -9,6 +9,7 @@ from pathlib import Path
 from models import files
 from pipelines.report import size
 from training.mix import results
+from training.mix.law import TABLE_FILE
 from training.mix.report import write_report
 from training.mix.results import WEIGHTS_FILE, MixManifest
 from training.mix.stages import RUNS_FOLDER
@@ -50,17 +51,25 @@ def inspect_mix(target: str, *, verify: bool, as_json: bool, html: str | None) -
 
 
 def verify_mix(manifest: MixManifest, folder: Path) -> Iterator[str]:
-    """What is wrong with a mix: weights.json or a run that is missing or another; one line each."""
+    """What is wrong with a mix: weights.json, the table of small runs or a run that is missing
+    or another; one line each."""
     path = folder / WEIGHTS_FILE
     try:
         if path.read_bytes() != results.weights_text(manifest).encode():
             yield f"'{WEIGHTS_FILE}' differs from the manifest"
     except OSError as error:
         yield f"'{WEIGHTS_FILE}' cannot be read ({error.strerror})"
-    for run in (*manifest.runs, *manifest.specialists):
-        name = f"{run.run}/{MANIFEST_FILE}"
+    listed = {
+        f"{run.run}/{MANIFEST_FILE}": run.manifest_sha256
+        for run in (*manifest.runs, *manifest.specialists)
+    }
+    law = manifest.law
+    own = law is not None and manifest.recipe["regress"]["table"] is None
+    if law is not None and own and law.table_sha256 is not None:
+        listed[TABLE_FILE] = law.table_sha256
+    for name, digest in listed.items():
         try:
-            if files.sha256_file(folder / name) != run.manifest_sha256:
+            if files.sha256_file(folder / name) != digest:
                 yield f"'{name}' differs from the manifest"
         except OSError as error:
             yield f"'{name}' cannot be read ({error.strerror})"

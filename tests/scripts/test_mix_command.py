@@ -22,7 +22,7 @@ from training.mix.recipe import load_recipe, shipped_recipes
 from training.networks import network_config
 from training.prepare import prepare
 
-RECIPES = ["doremi", "mixing-law"]
+RECIPES = ["doremi", "doremi-docs", "mixing-law"]
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +56,9 @@ def test_shipped_recipe_runs(
              "--output", str(output)]  # fmt: skip
     for field in ("model.size=tiny", "schedule.steps=2", "schedule.warmup_steps=1", "mix.seeds=[7]",
                   "batch.samples=8", "batch.microbatch=8", "examples.sequence_length=32",
-                  "data.held_out=0.1", "evaluation.examples=2", "regress.runs=10",
-                  "regress.steps=2", "regress.bootstrap=2", "regress.regressor=linear",
-                  "run.device=cpu"):  # fmt: skip
+                  "data.held_out=0.1", "data.languages=[]", "evaluation.examples=2",
+                  "regress.runs=10", "regress.steps=2", "regress.bootstrap=2",
+                  "regress.regressor=linear", "run.device=cpu"):  # fmt: skip
         words += ["--set", field]
     assert main(words) == 0
     shown = capsys.readouterr().out

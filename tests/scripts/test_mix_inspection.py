@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from models import files
 from scripts.cli import main
 from tests.conftest import REPOSITORY
 from tests.pipelines.report_crawl import HOSTILE
@@ -74,6 +75,23 @@ def test_verify(mixes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert wrong[2].startswith("'runs/specialist-3/seed-0/manifest.json' cannot be read")
     assert main(["inspect", str(folder), "--verify", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["faults"] == wrong
+
+
+def test_verify_of_a_law_looks_at_its_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_mix(tmp_path, method="regress", chars={"a": 1, "b": 3})
+    (tmp_path / "runs.csv").write_text("a table")
+    tree = json.loads((tmp_path / "manifest.json").read_bytes())
+    tree["law"]["table_sha256"] = files.sha256_file(tmp_path / "runs.csv")
+    (tmp_path / "manifest.json").write_text(json.dumps(tree))
+    assert main(["inspect", str(tmp_path), "--verify"]) == 0
+    (tmp_path / "runs.csv").write_text("another table")
+    assert main(["inspect", str(tmp_path), "--verify"]) == 1
+    assert "'runs.csv' differs from the manifest" in capsys.readouterr().out
+    tree["recipe"]["regress"]["table"] = "a table of runs"  # the user's: it need not be here
+    (tmp_path / "manifest.json").write_text(json.dumps(tree))
+    assert main(["inspect", str(tmp_path), "--verify"]) == 0
 
 
 def test_an_unfinished_mix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

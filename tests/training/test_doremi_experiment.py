@@ -148,7 +148,7 @@ def test_bench_refuses_what_means_nothing(
 @pytest.mark.timeout(1800)  # a minute on an idle machine
 def test_doremi_finds_what_can_be_learned(place: Place, tmp_path: Path) -> None:
     """MIX.md 1.7: the bounds hold with room to spare on every seed that was tried."""
-    outcome = experiment(place, tmp_path, seed=0, uniform=False)
+    outcome = experiment(place, tmp_path, seed=2, uniform=False)
     weights = outcome.weights["excess"]
     assert sum(weights.values()) == pytest.approx(1, abs=1e-9)
     assert weights["noise"] < 0.25

@@ -109,8 +109,8 @@ class Regress(Section):
         low, high = self.concentration
         if not 0 < low <= high < math.inf:
             raise ValueError(
-                f"regress.concentration = '{[low, high]}' is no range: give two finite numbers above "
-                "0, the lower one first"
+                f"regress.concentration = '{[low, high]}' is no range: give two finite numbers "
+                "above 0, the lower one first"
             )
         return self
 
