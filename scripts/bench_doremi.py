@@ -138,6 +138,8 @@ def experiment(
             )
             settings = ProxySettings(reference=str(reference), excess=excess)
             found = train_proxy(proxy, settings, quiet=True)["weights"]
+            if found is None:
+                raise UserError(f"'{proxy.output.directory}' was stopped: the same call goes on")
             weights[variant] = {name: found[name] for name in DOMAINS}
             reference = folder / f"main-{excess}-{number}"
             losses[variant] = run(weights[variant], reference)
