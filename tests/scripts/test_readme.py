@@ -28,7 +28,8 @@ COMMANDS = [
 ]  # fmt: skip
 NEEDS_NETWORK = ["crawl"]
 # The same commands on fewer steps: what they reach is no matter here.
-SHORT_RUN = ["schedule.steps=4", "schedule.warmup_steps=1", "batch.samples=8"]
+SHORT_RUN = ["schedule.steps=4", "schedule.warmup_steps=1"]
+SMALL_BATCH = {"albert-small": "batch.samples=8", "decoder-small": "batch.tokens=512"}
 SHORT_MIX = ["schedule.steps=2", "schedule.warmup_steps=1", "batch.samples=32", "mix.seeds=[0]",
              "model.size=tiny", "evaluation.examples=4", "mix.specialists=0"]  # fmt: skip
 SHORT_TASK = ["fine_tuning.seeds=[0]", "fine_tuning.learning_rates=[1e-3]",
@@ -104,7 +105,7 @@ def test_commands(
     ]  # fmt: skip
     short = []
     if command[0] == "train":
-        short = SHORT_RUN
+        short = [*SHORT_RUN, SMALL_BATCH[command[1]]]
     elif command[0] == "mix":
         short = SHORT_MIX
     elif command[0] == "evaluate" and "held-out" not in command:
