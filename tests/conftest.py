@@ -18,6 +18,16 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 SHARED = REPOSITORY.parent / "shared"
 
 
+@pytest.fixture
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training of one thread, whatever the process that runs the tests belongs to."""
+    import torch  # takes seconds, which most tests need not pay
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def data_dir() -> Path:
     """Real text to run on; it never stands in the repository."""

@@ -15,10 +15,10 @@ _MOST = 2**31 - 1
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep what it frees, up to 2 GiB; whether the C library can do that.
+    """Let this process keep what it frees; whether the C library can do that.
 
-    Memory does not grow beyond its highest use; what is kept can be paged out, but no other process
-    is given it.
+    The price is memory: blocks are aligned and leave gaps, so the heap settles above its highest
+    use (that decoder's process at 1.6 to 2.1 GB instead of 0.7 to 1.0).
     """
     if not sys.platform.startswith("linux"):
         return False

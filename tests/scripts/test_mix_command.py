@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from scripts import mix_command
 from scripts.arguments import parse
@@ -22,19 +21,13 @@ from training.mix.recipe import load_recipe, shipped_recipes
 from training.networks import network_config
 from training.prepare import prepare
 
+pytestmark = pytest.mark.usefixtures("one_process")
 RECIPES = ["doremi", "doremi-docs", "mixing-law"]
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> MixInputs:
     return make_inputs(tmp_path_factory.mktemp("inputs"))
-
-
-@pytest.fixture(autouse=True)
-def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    torch.set_num_threads(1)
 
 
 def test_shipped_recipes() -> None:

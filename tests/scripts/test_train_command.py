@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from models.errors import UserError
 from scripts import train_command
@@ -21,6 +20,7 @@ from training import run_plan
 from training.prepare import prepare
 from training.recipe import load_recipe, shipped_recipes
 
+pytestmark = pytest.mark.usefixtures("one_process")
 RECIPES = ["albert-base", "albert-bn", "albert-large", "albert-small", "decoder-120m",
            "decoder-280m", "decoder-small", "demo"]  # fmt: skip
 
@@ -28,13 +28,6 @@ RECIPES = ["albert-base", "albert-bn", "albert-large", "albert-small", "decoder-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return make_place(tmp_path_factory.mktemp("crawl"))
-
-
-@pytest.fixture(autouse=True)
-def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    torch.set_num_threads(1)
 
 
 def command(place: Place, output: Path, *words: str) -> list[str]:

@@ -14,11 +14,13 @@ import torch.distributed as dist
 from models.tokenizer import save_tokenizer, train_tokenizer
 from tests.training.corpora import make_corpus, random_pages
 from tests.training.tiny_runs import Place, overrides
+from training import loop
 from training.doremi import ProxySettings, train_proxy
 from training.recipe import Run, TrainRecipe, load_recipe
 from training.strategy import placed
 
 DOMAINS = ("bn", "en", "hi")
+SMOOTHING = 0.01
 _WORDS: dict[str, dict[str, Any]] = {
     "bn": {"words": ("grain", "mill", "stone")},
     "en": {},
@@ -54,6 +56,35 @@ def recipe(place: Place, output: Path, *fields: str) -> TrainRecipe:
     return load_recipe("demo", sets(place, output, *fields))
 
 
+def make_reference(place: Place, folder: Path) -> Path:
+    """A finished run of six steps in `folder`."""
+    loop.train(recipe(place, folder, "schedule.steps=6", "run.seed=7"), quiet=True)
+    return folder
+
+
+def settings(reference: Path, **fields: Any) -> ProxySettings:
+    """DoReMi's, with a larger c."""
+    return ProxySettings(str(reference), **{"smoothing": SMOOTHING, **fields})
+
+
+def proxy(place: Place, reference: Path, folder: Path, *fields: str, **more: Any) -> dict[str, Any]:
+    """Train a proxy of the recipe of `sets`; its summary."""
+    return train_proxy(recipe(place, folder, *fields), settings(reference), quiet=True, **more)
+
+
+def make_finished(place: Place, reference: Path, folder: Path) -> tuple[Path, dict[str, Any]]:
+    """A proxy with dropout, whose recipe asks for other weights than a proxy's."""
+    return folder, proxy(
+        place, reference, folder, "model.dropout=0.1", "data.weights={bn = 1, en = 7, hi = 2}"
+    )
+
+
+def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """The lines of that kind in a run's metrics.jsonl."""
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if line["kind"] == kind]
+
+
 def rank_process(
     rank: int, port: int, cases: Sequence[tuple[list[str], str]], results: str
 ) -> None:
@@ -71,7 +102,7 @@ def rank_process(
         assert (place.rank, place.ranks) == (rank, 2)
         group = dist.group.WORLD
         for fields, reference in cases:
-            settings = ProxySettings(reference, smoothing=0.01)
+            settings = ProxySettings(reference, smoothing=SMOOTHING)
             summaries.append(train_proxy(load_recipe("demo", fields), settings, quiet=True))
             assert dist.is_initialized()
             assert dist.group.WORLD is group

@@ -1,6 +1,6 @@
 """What a mix asks of the mixing law: settings checked, small runs drawn, the law fitted.
 
-The law itself is `training.mixing_law`. It loads scipy, so it is imported when it is needed.
+The law itself is `training.mixing_law`, which is imported only where a law is asked for.
 """
 
 from __future__ import annotations
