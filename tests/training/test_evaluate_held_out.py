@@ -24,12 +24,12 @@ from training.evaluate.checkpoint_folder import find_checkpoints
 from training.evaluate.domain_loss import DomainLoss, TermLoss, example_sums, mean, total
 from training.evaluate.stand_alone import evaluate_held_out
 from training.evaluate.tables import held_out_comparison, held_out_table
-from training.evaluate.unigrams import Unigrams
+from training.evaluate.unigrams import Unigrams, training_unigrams
 from training.examples import make_builder
 from training.held_out import is_held_out
 from training.networks import build_network
 from training.objectives import Objective
-from training.recipe import TrainRecipe
+from training.recipe import Data, TrainRecipe
 
 FAMILIES = ["albert", "decoder"]
 
@@ -188,6 +188,27 @@ def test_masking_does_not_change_the_unigram_loss(place: Path) -> None:
     )
     assert low.unigram_loss is not None
     assert low.unigram_loss == pytest.approx(high.unigram_loss)
+
+
+def test_unigrams_are_counted_once_for_the_same_pages(tmp_path: Path) -> None:
+    corpora = []
+    for name, seed in (("one", 1), ("other", 2)):
+        manifest = make_corpus(tmp_path / name, {"bn": random_pages(40, seed=seed)})
+        data = Data(manifests=(manifest,), held_out=0.2, seed=seed)
+        corpora.append((load_corpus(data), data))
+    (one, data), (other, _) = corpora
+    tokenizer = train_tokenizer([page.text for page in random_pages(40, seed=1)], vocab_size=90)
+    found = training_unigrams(one, tokenizer, data=data)
+    assert training_unigrams(load_corpus(data), tokenizer, data=data) is found
+    more = data.model_copy(update={"held_out": 0.0})
+    assert training_unigrams(one, tokenizer, data=more).domains[0][1].sum() > (
+        found.domains[0][1].sum()
+    )
+    assert not np.array_equal(
+        training_unigrams(other, tokenizer, data=data).domains[0][1], found.domains[0][1]
+    )
+    smaller = train_tokenizer([page.text for page in random_pages(40, seed=1)], vocab_size=70)
+    assert training_unigrams(one, smaller, data=data).vocab_size == 70
 
 
 def test_unigrams_by_hand() -> None:

@@ -10,18 +10,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import lru_cache
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from models.tokenizer import CLS_ID, MASK_ID, PAD_ID, SEP_ID
 from training import sampler
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
-    from training.domains import Corpus
-    from training.recipe import Data
+from training.domains import Corpus
+from training.recipe import Data
 
 NO_TEXT = (PAD_ID, CLS_ID, SEP_ID, MASK_ID)
 """Ids that stand for no text."""
@@ -65,7 +62,15 @@ def training_unigrams(corpus: Corpus, tokenizer: Tokenizer, *, data: Data) -> Un
     """Counts over training pages: of each domain 1 M characters at most, of all about 8 M.
 
     The pages come in the shuffled order of `sampler.pages`: the same on every rank and each time.
+    A process that asks again for the same, as the many runs of a mix do, gets the same object.
     """
+    return _counted(corpus, tokenizer.to_str(), data.held_out, data.cache_bytes)
+
+
+@lru_cache(maxsize=1)
+def _counted(corpus: Corpus, tokenizer_json: str, held_out: float, cache_bytes: int) -> Unigrams:
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    data = Data(held_out=held_out, cache_bytes=cache_bytes)  # all that `sampler.pages` looks at
     size = tokenizer.get_vocab_size()
     chars = min(_DOMAIN_CHARS, _SAMPLE_CHARS // len(corpus.names))
     found = []
