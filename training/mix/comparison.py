@@ -22,7 +22,7 @@ MEASURES: dict[Measure, str] = {
     "worst_excess": "worst domain's excess",
 }
 
-METHODS = {"doremi": "DoReMi", "regress": "The law's mixture"}
+METHODS = {"doremi": "DoReMi", "regress": "the law's mixture"}
 
 
 @dataclass(frozen=True)
@@ -197,14 +197,12 @@ def conclusion(manifest: MixManifest, found: Sequence[Verdict]) -> str:
     better = [verdict for verdict in found if verdict.seen and verdict.difference.mean < 0]
     worse = [verdict for verdict in found if verdict.seen and verdict.difference.mean > 0]
     if len(better) == len(found):
-        return f"{label} beats {against} by more than the seed spread."
+        return f"{label[0].upper()}{label[1:]} beats {against} by more than the seed spread."
     if not better:
         tail = f"; it is worse in {_listed(worse)}" if worse else ""
-        return (
-            f"{label} beats neither {' nor '.join(baselines)} by more than the seed spread{tail}."
-        )
+        return f"{label[0].upper()}{label[1:]} beats neither {' nor '.join(baselines)} by more than the seed spread{tail}."
     tail = f"; worse in {_listed(worse)}" if worse else ""
-    return f"{label} is better by more than the seed spread only in {_listed(better)}{tail}."
+    return f"{label[0].upper()}{label[1:]} is better by more than the seed spread only in {_listed(better)}{tail}."
 
 
 def estimate(values: Iterable[float]) -> Estimate:
