@@ -186,6 +186,7 @@ def chance(seeds: int) -> float:
 def conclusion(manifest: MixManifest, found: Sequence[Verdict]) -> str:
     """Whether the mixture is worth having, in one sentence."""
     label = METHODS[manifest.method]
+    start = label[0].upper() + label[1:]
     if not found:
         return f"There is nothing to compare {label} with: no held-out loss of all mixtures."
     baselines = tuple(dict.fromkeys(verdict.baseline for verdict in found))
@@ -197,12 +198,14 @@ def conclusion(manifest: MixManifest, found: Sequence[Verdict]) -> str:
     better = [verdict for verdict in found if verdict.seen and verdict.difference.mean < 0]
     worse = [verdict for verdict in found if verdict.seen and verdict.difference.mean > 0]
     if len(better) == len(found):
-        return f"{label[0].upper()}{label[1:]} beats {against} by more than the seed spread."
+        return f"{start} beats {against} by more than the seed spread."
     if not better:
         tail = f"; it is worse in {_listed(worse)}" if worse else ""
-        return f"{label[0].upper()}{label[1:]} beats neither {' nor '.join(baselines)} by more than the seed spread{tail}."
+        return (
+            f"{start} beats neither {' nor '.join(baselines)} by more than the seed spread{tail}."
+        )
     tail = f"; worse in {_listed(worse)}" if worse else ""
-    return f"{label[0].upper()}{label[1:]} is better by more than the seed spread only in {_listed(better)}{tail}."
+    return f"{start} is better by more than the seed spread only in {_listed(better)}{tail}."
 
 
 def estimate(values: Iterable[float]) -> Estimate:

@@ -134,6 +134,15 @@ class MixRecipe(TrainRecipe):
         return self
 
     @model_validator(mode="after")
+    def _whole_networks(self) -> MixRecipe:
+        if self.run.strategy == "pipeline":
+            raise ValueError(
+                "run.strategy = 'pipeline': a mix compares losses of whole networks, choose auto, "
+                "single, ddp, zero1, zero2 or zero3"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _set_by_the_mix(self) -> MixRecipe:
         """What every run of the mix gets anew is not taken from the sections of training."""
         if self.data.weights != "proportional":
