@@ -149,6 +149,25 @@ def _train(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--json", action="store_true", help="print the summary, or the plan, as JSON")
 
 
+def _plan(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("recipe", metavar="RECIPE")
+    verb.add_argument("--devices", required=True, metavar="N|NODESxN",
+                      help="how many; of each node where there are several")  # fmt: skip
+    verb.add_argument("--memory", required=True, metavar="BYTES",
+                      help="of one device: 24GiB, 80e9")  # fmt: skip
+    verb.add_argument("--bandwidth", metavar="BYTES_S",
+                      help="that a device sends inside its node: 450GB, 400Gbit")  # fmt: skip
+    verb.add_argument("--bandwidth-between", metavar="BYTES_S",
+                      help="to one of another node (as inside)")  # fmt: skip
+    verb.add_argument("--device", metavar="NAME", help="for its peak: H100, A100, RTX 4090, ...")
+    verb.add_argument("--peak", metavar="FLOP_S", help="or the peak itself: 312e12")
+    verb.add_argument("--efficiency", metavar="SHARE", help="of the peak reached (0.4)")
+    verb.add_argument("--vocab-size", type=_positive, metavar="N",
+                      help="tokens (those of model.tokenizer, or 32000)")  # fmt: skip
+    _set(verb)
+    verb.add_argument("--json", action="store_true", help="print the ladder as JSON")
+
+
 def _mix(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("recipe", metavar="RECIPE")
     _inputs_and_output(verb)
@@ -191,6 +210,7 @@ _ARGUMENTS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
     "crawl": _crawl,
     "inspect": _inspect,
     "train": _train,
+    "plan": _plan,
     "mix": _mix,
     "evaluate": _evaluate,
     "export": _export,

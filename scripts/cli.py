@@ -167,6 +167,21 @@ def train(arguments: argparse.Namespace) -> int:
     return run_train(arguments)
 
 
+def plan(arguments: argparse.Namespace) -> int:
+    """Plan a training run on devices that need not be here: what fits, and why the rest does not.
+
+    RECIPE is a TOML file or the name of a shipped recipe; no data and no tokenizer are needed.
+    Climbs from data parallel over bf16, small microbatches, recomputation and shards to a
+    pipeline, with memory, traffic and (--device, --peak) time of each, and prints the command of
+    the first that fits.
+
+    example: gristmill plan decoder-280m --devices 2x8 --memory 80GiB --set model.size=8b
+    """
+    from scripts.plan_command import plan as run_plan
+
+    return run_plan(arguments)
+
+
 def mix(arguments: argparse.Namespace) -> int:
     """Find the weights of the domains (DoReMi, or a law fitted to small runs) and compare them.
 
@@ -239,7 +254,7 @@ def _stopped_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-VERBS = (mine, crawl, inspect, models, train, mix, evaluate, export, demo)
+VERBS = (mine, crawl, inspect, models, train, plan, mix, evaluate, export, demo)
 
 
 def _run(parsed: argparse.Namespace) -> int:

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch.nn import functional
 
-from models.tokenizer import PAD_ID
+from models.tokenizer import CLS_ID, PAD_ID, SEP_ID
 from training.examples import IGNORED, Example
 
 Batch = dict[str, torch.Tensor]
@@ -49,6 +50,49 @@ def collate(examples: Sequence[Example], length: int | None = None) -> Batch:
         )
     arrays["domains"] = np.array([example.domain for example in examples], np.int64)
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def blank(family: str, length: int) -> Batch:
+    """A batch of one example without a label, for a rank that has no other; its gradient is 0."""
+    ids = np.array([CLS_ID, SEP_ID, SEP_ID], dtype=np.int32)
+    if family == "albert":
+        arrays = {
+            "input_ids": ids,
+            "token_type_ids": np.array([0, 0, 1], dtype=np.int32),
+            "labels": np.full(3, IGNORED, dtype=np.int32),
+            "swapped": np.array(0, dtype=np.int32),
+        }
+    else:
+        tokens = np.resize(ids, length)
+        arrays = {"input_ids": tokens, "document_ids": np.zeros_like(tokens)}
+    batch = collate([Example(0, 0, arrays)])
+    for name in ("labels", "sentence_order_label"):
+        if name in batch:
+            batch[name] = torch.full_like(batch[name], IGNORED)
+    return batch
+
+
+def filled(batch: Batch, family: str, examples: int, length: int) -> Batch:
+    """`batch` in one shape: blank examples up to `examples`, padding up to `length` tokens.
+
+    Neither adds to a loss or a gradient.
+    """
+    device = batch["input_ids"].device
+    more = blank(family, length)
+    more["position_ids"] = torch.arange(length)[None]
+    missing = examples - len(batch["input_ids"])
+    found = {}
+    for name, tensor in batch.items():
+        parts = [tensor, *[more[name].to(device)] * missing]
+        if tensor.ndim > 1:
+            parts = [_wide(part, name, length) for part in parts]
+        found[name] = torch.cat(parts)
+    return found
+
+
+def _wide(rows: torch.Tensor, name: str, length: int) -> torch.Tensor:
+    """Rows padded on the right to `length` tokens."""
+    return functional.pad(rows, (0, length - rows.shape[1]), value=_PADDING.get(name, 0))
 
 
 def _rows(arrays: Sequence[np.ndarray], length: int, padding: int) -> np.ndarray:

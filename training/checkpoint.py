@@ -118,6 +118,24 @@ def load(
     return dict(read_state(path)["state"])
 
 
+def whole_network(directory: str | os.PathLike[str]) -> Any:
+    """The network of a run's newest checkpoint, on rank 0's CPU; None on the others.
+
+    All ranks call it. Raises UserError, Fault.
+    """
+    found = latest(directory)
+    if found is None:
+        raise Fault(f"'{directory}' holds no checkpoint")
+    whole: list[Any] = [None]
+
+    def build() -> None:
+        whole[0] = model_files.network_of(found)
+        checkpoint_tensors.read_network(str(found), whole[0])
+
+    on_first(build, f"cannot load '{found}'")
+    return whole[0]
+
+
 def read_state(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What state.json of a checkpoint holds: `format`, `step`, `state` and `files`.
 

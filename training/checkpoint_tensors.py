@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch.distributed.checkpoint.hf_storage import (
@@ -55,10 +55,11 @@ def read(folder: str, objective: torch.nn.Module, optimiser: torch.optim.Optimiz
     reader = HuggingFaceStorageReader(folder)
     saved = _saved_shapes(reader)
     network = network_tensors(objective)
-    _check(folder, saved, network)
+    elsewhere = _on_other_stages(objective, network)
+    _check(folder, saved, network, elsewhere)
     target = {_NETWORK + name: tensor.detach() for name, tensor in network.items()}
     if optimiser is not None:
-        target |= _empty_state(saved, network, optimiser)
+        target |= _empty_state(saved, network, optimiser, elsewhere)
     with _without_warning():
         load_tensors(target, storage_reader=reader, no_dist=not distributed())
 
@@ -77,13 +78,25 @@ def network_tensors(objective: torch.nn.Module) -> dict[str, torch.Tensor]:
     """`plain_tensors` of `objective.network`.
 
     Asked for through the whole objective: FSDP2 then puts this rank's parts back where an
-    evaluation has left whole parameters behind.
+    evaluation has left whole parameters behind. A stage of a pipeline gives its own part; what
+    another stage holds too has the name that the whole network calls it by.
     """
+    inner = plain(objective)
+    first_names = getattr(inner, "parameter_names", {})
+    found = {
+        first_names.get(id(tensor), name): tensor for name, tensor in plain_tensors(inner).items()
+    }
     return {
         name.removeprefix(_NETWORK): tensor
-        for name, tensor in plain_tensors(plain(objective)).items()
+        for name, tensor in found.items()
         if name.startswith(_NETWORK)
     }
+
+
+def _on_other_stages(objective: torch.nn.Module, network: dict[str, torch.Tensor]) -> set[str]:
+    """Names of the parameters that other stages of a pipeline hold and this rank does not."""
+    whole = getattr(plain(objective), "whole_names", ())
+    return {name.removeprefix(_NETWORK) for name in whole} - network.keys()
 
 
 def plain_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -123,11 +136,12 @@ def _check(
     folder: str | os.PathLike[str],
     saved: dict[str, torch.Size],
     network: dict[str, torch.Tensor],
+    elsewhere: Collection[str] = (),
 ) -> None:
     there = {
         name.removeprefix(_NETWORK): tuple(shape)
         for name, shape in saved.items()
-        if name.startswith(_NETWORK)
+        if name.startswith(_NETWORK) and name.removeprefix(_NETWORK) not in elsewhere
     }
     here = {name: tuple(tensor.shape) for name, tensor in network.items()}
     for name in sorted(there.keys() | here.keys()):
@@ -143,6 +157,7 @@ def _empty_state(
     saved: dict[str, torch.Size],
     network: dict[str, torch.Tensor],
     optimiser: torch.optim.Optimizer,
+    elsewhere: Collection[str],
 ) -> dict[str, torch.Tensor]:
     """Give `optimiser` room for every saved tensor of its state; these tensors by their names."""
     fused = {
@@ -156,6 +171,8 @@ def _empty_state(
         if not name.startswith(_OPTIMISER):
             continue
         owner, _, key = name.removeprefix(_OPTIMISER).rpartition(".")
+        if owner in elsewhere:
+            continue
         parameter = network.get(owner)
         if parameter is None or id(parameter) not in fused:
             raise UserError(f"the checkpoint has '{name}', but nothing here learns '{owner}'")

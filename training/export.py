@@ -29,7 +29,8 @@ def export(
 ) -> Path:
     """Write the model folder `directory`; an older one there goes away. All ranks call it.
 
-    tokenizer: folder or tokenizer.json. max_length: tokens that the network reads at once. state:
+    network: on every rank; or whole on rank 0 and None on the others. tokenizer: folder or
+    tokenizer.json. max_length: tokens that the network reads at once. state:
     of a checkpoint (`step`, `counters`, `identity`), for the card. The whole network is put
     together in rank 0's memory. Raises Fault on all ranks when it fails on one.
     """
@@ -87,9 +88,11 @@ def _find(place: str) -> Path:
     return found
 
 
-def _whole_tensors(network: torch.nn.Module) -> dict[str, torch.Tensor]:
+def _whole_tensors(network: torch.nn.Module | None) -> dict[str, torch.Tensor]:
     """Every tensor of the network, whole, on rank 0's CPU; nothing on the other ranks."""
     whole: dict[str, torch.Tensor] = {}
+    if network is None:
+        return whole
     for name, tensor in checkpoint_tensors.plain_tensors(network).items():
         full = tensor.detach()
         if isinstance(full, DTensor):

@@ -39,7 +39,8 @@ def flops_per_token(config: PretrainedConfig, length: int, labelled: float) -> f
         once = narrow * hidden  # embedding to channels
         head = hidden * narrow + narrow * vocabulary
     else:
-        block = 4 * hidden * hidden + 3 * hidden * feed_forward
+        shared = config.num_key_value_heads / config.num_attention_heads
+        block = (2 + 2 * shared) * hidden * hidden + 3 * hidden * feed_forward
         once = 0
         head = hidden * vocabulary
     weights = layers * block + once + labelled * head

@@ -17,6 +17,7 @@ from training.batches import Batch
 from training.examples import Example
 from training.metrics import Window
 from training.microbatches import Passed
+from training.pipelined import Pipelined
 from training.prepare import Prepared
 from training.recipe import TrainRecipe
 from training.strategy import Parallel, Placement
@@ -42,7 +43,7 @@ class Learning(Protocol):
 
     def gradients(
         self,
-        parallel: Parallel,
+        parallel: Parallel | Pipelined,
         dealt: Sequence[Sequence[Example]],
         batches: Sequence[Batch],
         window: Window,
@@ -91,7 +92,7 @@ class Plain:
 
     def gradients(
         self,
-        parallel: Parallel,
+        parallel: Parallel | Pipelined,
         dealt: Sequence[Sequence[Example]],
         batches: Sequence[Batch],
         window: Window,

@@ -38,6 +38,7 @@ from training.microbatches import Passed
 from training.networks import build_network
 from training.objectives import Objective
 from training.optimisers import build_optimiser
+from training.pipelined import Pipelined, PipelinedObjective
 from training.prepare import Prepared, prepare
 from training.recipe import TrainRecipe
 from training.run_folder import MODEL_FOLDER
@@ -112,7 +113,7 @@ class _Run:
         self.steps = recipe.schedule.steps
         self.batch_examples = recipe.batch.examples(recipe.examples.sequence_length)
         self.microbatches = microbatches.count(
-            self.batch_examples, recipe.batch.microbatch, place.ranks
+            self.batch_examples, recipe.batch.microbatch, place.data_ranks
         )
         self.counters = Counters()
         self.pages: dict[str, dict[str, Any]] = {"counts": {}, "damage": {}}
@@ -130,14 +131,16 @@ class _Run:
             self._peak(),
             self.steps,
         )
-        self.objective = Objective(network)
-        self.parallel = Parallel(self.objective, place, recipe.run)
-        self.optimiser = build_optimiser(recipe.optimiser, network)
+        self.config = network.config
+        self.newest = checkpoint.latest(self.directory)
+        self.parallel, self.objective = self._placed(Objective(network))
+        del network  # of a pipeline, each rank keeps its own part
+        self.optimiser = build_optimiser(recipe.optimiser, self.objective.network)
         self.window = self._window()
         done, stream_state, learning_state = self._resume()
         stream = ExampleStream(
             self.prepared.corpus, self.prepared.weights, self.prepared.builder,
-            data=recipe.data, rank=place.rank, ranks=place.ranks, state=stream_state,
+            data=recipe.data, rank=place.data_rank, ranks=place.data_ranks, state=stream_state,
         )  # fmt: skip
         log = (
             MetricsLog(self.directory, step=done, tensorboard=recipe.run.tensorboard)
@@ -153,6 +156,30 @@ class _Run:
             if log is not None:
                 log.close()
 
+    def _placed(
+        self, objective: Objective
+    ) -> tuple[Parallel | Pipelined, Objective | PipelinedObjective]:
+        """The objective on its devices, and what of it this rank holds."""
+        if self.place.strategy != "pipeline":
+            parallel = Parallel(objective, self.place, self.recipe.run)
+            return parallel, objective
+        pipelined = Pipelined(
+            objective, self.place, self.recipe,
+            microbatches=self.microbatches // self.place.data_ranks,
+            rows=-(-self.batch_examples // self.microbatches),
+            saved=None if self.newest is None
+            else checkpoint.read_state(self.newest)["state"].get("pipeline"),
+        )  # fmt: skip
+        if pipelined.table:
+            self.live.say(pipelined.table)
+        return pipelined, pipelined.objective
+
+    def _evaluated_at_once(self) -> int:
+        """Examples that a rank computes at once without gradients."""
+        if isinstance(self.parallel, Pipelined):
+            return self.parallel.evaluated_at_once
+        return self.recipe.batch.microbatch
+
     def _window(self) -> Window:
         """An empty window."""
         return Window(self.objective.terms, self.prepared.corpus.names, self.place.device)
@@ -163,7 +190,7 @@ class _Run:
 
     def _resume(self) -> tuple[int, dict[str, Any] | None, dict[str, Any]]:
         """Steps done, and the states of stream and learning: of the newest checkpoint, if any."""
-        newest = checkpoint.latest(self.directory)
+        newest = self.newest
         if newest is None:
             return 0, None, {}
         saved = checkpoint.read_state(newest)["state"]["identity"]
@@ -188,8 +215,9 @@ class _Run:
             # 1. The gradient of the global batch.
             begin_s = time.monotonic()
             dealt = microbatches.deal(
-                stream.take(self.batch_examples), self.microbatches, place.rank, place.ranks
-            )
+                stream.take(self.batch_examples), self.microbatches,
+                place.data_rank, place.data_ranks,
+            )  # fmt: skip
             batches = [
                 microbatches.batch(
                     part, recipe.model.family, recipe.examples.sequence_length, place.device,
@@ -320,8 +348,8 @@ class _Run:
         found = held_out_losses(
             self.objective, self.prepared.corpus, self.prepared.builder,
             data=recipe.data, limit=recipe.evaluation.examples,
-            microbatch=recipe.batch.microbatch, device=place.device,
-            rank=place.rank, ranks=place.ranks, precision=recipe.run.precision,
+            microbatch=self._evaluated_at_once(), device=place.device,
+            rank=place.data_rank, ranks=place.data_ranks, precision=recipe.run.precision,
             tokenizer=self.prepared.tokenizer, unigrams=self._unigrams,
         )  # fmt: skip
         losses = {
@@ -341,10 +369,11 @@ class _Run:
         self.window.fold(self.place)
         state = {
             **self._state(done),
-            "stream": merge_states(self.place.gather(stream.state_dict())),
+            "stream": merge_states(self._of_data_ranks(stream.state_dict())),
             "window": self.place.gather(self.window.state())[0],
             "pages": self._pages(stream),
             **({"learning": learning} if learning else {}),
+            **self.parallel.saved(),
         }
         checkpoint.save(
             self.directory, done, objective=self.objective, optimiser=self.optimiser, state=state,
@@ -355,10 +384,14 @@ class _Run:
         """What became of the pages of all ranks since the run began."""
         counts: Counter[str] = Counter(self.pages["counts"])
         damage = dict(self.pages["damage"])
-        for own_counts, own_damage in self.place.gather((stream.counts, stream.damage)):
+        for own_counts, own_damage in self._of_data_ranks((stream.counts, stream.damage)):
             counts.update(own_counts)
             damage |= own_damage
         return {"counts": dict(sorted(counts.items())), "damage": dict(sorted(damage.items()))}
+
+    def _of_data_ranks(self, value: Any) -> list[Any]:
+        """`value` of one rank of each part of the data."""
+        return self.place.gather(value)[: self.place.data_ranks]
 
     def _state(self, done: int) -> dict[str, Any]:
         return {
@@ -371,13 +404,17 @@ class _Run:
         self, done: int, evaluated: dict[str, Any], stream: ExampleStream
     ) -> dict[str, Any]:
         """The model and the manifest; then the run is finished."""
-        recipe, network = self.recipe, self.objective.network
+        recipe = self.recipe
         pages = self._pages(stream)
+        network = self.objective.network
+        if isinstance(self.parallel, Pipelined):
+            # In parts here, whole in the checkpoint of the last step.
+            network = checkpoint.whole_network(self.directory)
         export(
             network,
             recipe.model.tokenizer,
             self.directory / MODEL_FOLDER,
-            max_length=max_tokens(network.config, recipe.examples.sequence_length),
+            max_length=max_tokens(self.config, recipe.examples.sequence_length),
             state=self._state(done),
         )
         found = self.learning.finish()

@@ -13,15 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import xxhash
 
-from models.tokenizer import CLS_ID, SEP_ID
-from training.batches import Batch, collate
-from training.examples import IGNORED, Example
+from training.batches import Batch, blank, collate
+from training.examples import Example
 from training.metrics import Window
-from training.objectives import Losses
+from training.objectives import Losses, Objective
+from training.pipelined import Pipelined
 from training.strategy import Parallel
 
 
@@ -60,26 +59,6 @@ def batch(
             for name, tensor in found.items()
         }
     return found
-
-
-def blank(family: str, length: int) -> Batch:
-    """A batch of one example without a label, for a rank that has no other; its gradient is 0."""
-    ids = np.array([CLS_ID, SEP_ID, SEP_ID], dtype=np.int32)
-    if family == "albert":
-        arrays = {
-            "input_ids": ids,
-            "token_type_ids": np.array([0, 0, 1], dtype=np.int32),
-            "labels": np.full(3, IGNORED, dtype=np.int32),
-            "swapped": np.array(0, dtype=np.int32),
-        }
-    else:
-        tokens = np.resize(ids, length)
-        arrays = {"input_ids": tokens, "document_ids": np.zeros_like(tokens)}
-    batch = collate([Example(0, 0, arrays)])
-    for name in ("labels", "sentence_order_label"):
-        if name in batch:
-            batch[name] = torch.full_like(batch[name], IGNORED)
-    return batch
 
 
 def dropout_seed(seed: int, step: int, microbatch: int) -> int:
@@ -122,7 +101,7 @@ on every rank after each forward pass, with the losses, which must stay as they 
 
 
 def gradients(
-    parallel: Parallel,
+    parallel: Parallel | Pipelined,
     dealt: Sequence[Sequence[Example]],
     batches: Sequence[Batch],
     window: Window,
@@ -139,14 +118,21 @@ def gradients(
     on each rank. window: empty; what is seen is added to it.
     """
     place = parallel.place
-    counts = torch.stack([parallel.objective.counts(batch).cpu() for batch in batches]).sum(0)
+    counts = torch.stack([Objective.counts(batch).cpu() for batch in batches]).sum(0)
     tokens = sum(example.arrays["input_ids"].size for part in dealt for example in part)
     found = place.total(torch.cat([counts, torch.tensor([tokens], dtype=torch.float64)]))
-    *counts_of_all, tokens_of_all = found.tolist()
+    *counts_of_all, tokens_of_all = (found / place.copies).tolist()
     # DDP and FSDP2 divide the sum of the ranks' gradients by the number of ranks.
     factors = [parallel.gradient_factor / max(count, 1.0) for count in counts_of_all]
     by_label = torch.tensor(factors, dtype=torch.float32, device=place.device)[:, None]
     sums = []
+    if isinstance(parallel, Pipelined):
+        for losses, batch in zip(
+            parallel.passes(batches, by_label, seed=seed, step=step), batches, strict=True
+        ):
+            window.add(losses, batch["domains"])
+            sums.append(losses.sums)
+        return Passed(window, round(tokens_of_all), dealt, sums)
     for number, batch in enumerate(batches):
         with parallel.microbatch(last=number == len(batches) - 1):
             losses = forward(parallel, batch, number, seed=seed, step=step)

@@ -28,9 +28,9 @@ NETWORKS = ("AlbertForPreTraining", "LlamaForCausalLM")
 def write_config(network: Any, folder: Path) -> None:
     """Write config.json of `network` (float32), with the name of its transformers class."""
     config = copy.deepcopy(network.config)
-    # FSDP2 puts a class of its own in front.
+    # FSDP2 puts a class of its own in front; a stage of a pipeline says what it is a part of.
     kind = next(kind for kind in type(network).__mro__ if not issubclass(kind, FSDPModule))
-    config.architectures = [kind.__name__]
+    config.architectures = [getattr(network, "transformers_class", kind.__name__)]
     config.dtype = "float32"
     config.save_pretrained(folder)
 

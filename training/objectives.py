@@ -61,9 +61,8 @@ class Objective(nn.Module):
         """Losses of a batch as `training.batches.collate` makes it."""
         if isinstance(self.network, AlbertForPreTraining):
             return self._albert(self.network, batch)
-        losses, correct = self._next_token(self.network, batch)
-        found = _by_example([(losses, correct, batch["labels"])])
-        return found._replace(tokens=losses.detach())
+        hidden = self._last_hidden(self.network, batch)
+        return decoder_losses(self.network.lm_head, hidden, batch, self.max_logit_rows)
 
     @staticmethod
     def counts(batch: Mapping[str, Tensor]) -> Tensor:
@@ -79,16 +78,12 @@ class Objective(nn.Module):
         In nats; 0 where there is no label. Under FSDP2 it has to be registered first
         (`torch.distributed.fsdp.register_fsdp_forward_method`), under DDP it is for evaluation.
         """
-        return self._next_token(self.network, batch)[0]
+        hidden = self._last_hidden(self.network, batch)
+        return _next_token(self.network.lm_head, hidden, batch["labels"], self.max_logit_rows)[0]
 
-    def _next_token(
-        self, network: PreTrainedModel, batch: Mapping[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Loss and correctness at each position, (examples, positions); 0 without a label.
-
-        Nearly every position has a label, so all of them get logits: shapes stay fixed, which
-        `torch.compile` and CUDA need to run without stops.
-        """
+    @staticmethod
+    def _last_hidden(network: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
+        """The hidden states that the head of a decoder takes: (examples, positions, channels)."""
         positions = batch.get("position_ids")
         output = network.model(
             input_ids=batch["input_ids"],
@@ -96,11 +91,8 @@ class Objective(nn.Module):
             position_ids=positions,
             use_cache=False,
         )
-        labels = batch["labels"]
-        losses, correct = self._head_losses(
-            network.lm_head, output.last_hidden_state.flatten(0, 1), labels.flatten()
-        )
-        return losses.view_as(labels), correct.view_as(labels)
+        hidden: Tensor = output.last_hidden_state
+        return hidden
 
     def _albert(self, network: AlbertForPreTraining, batch: Mapping[str, Tensor]) -> Losses:
         output = network.albert(
@@ -108,39 +100,78 @@ class Objective(nn.Module):
             attention_mask=batch["attention_mask"],
             token_type_ids=batch["token_type_ids"],
         )
-        labels = batch["labels"]
-        # One masked token in seven: worth the stop that a shape read from the data costs on CUDA.
-        flat_labels = labels.flatten()
-        places = (flat_labels != IGNORED).nonzero().squeeze(1)
-        rows = output.last_hidden_state.flatten(0, 1).index_select(0, places)
-        found, hits = self._head_losses(network.predictions, rows, flat_labels[places])
-        losses = found.new_zeros(flat_labels.shape).index_copy(0, places, found).view_as(labels)
-        correct = hits.new_zeros(flat_labels.shape).index_copy(0, places, hits).view_as(labels)
-        order = batch["sentence_order_label"]
-        order_losses, order_correct = _cross_entropy(
-            network.sop_classifier, output.pooler_output, order
-        )
-        return _by_example(
-            [
-                (losses, correct, labels),
-                (order_losses[:, None], order_correct[:, None], order[:, None]),
-            ]
-        )
+        return albert_losses(
+            network.predictions, network.sop_classifier, output.last_hidden_state,
+            output.pooler_output, batch=batch, max_logit_rows=self.max_logit_rows,
+        )  # fmt: skip
 
-    def _head_losses(self, head: nn.Module, rows: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss and correctness of each row of hidden states (rows, channels)."""
-        if len(rows) <= self.max_logit_rows:
-            return _cross_entropy(head, rows, labels)
-        parts = [
-            checkpoint(_cross_entropy, head, *part, use_reentrant=False)
-            for part in zip(
-                torch.split(rows, self.max_logit_rows),
-                torch.split(labels, self.max_logit_rows),
-                strict=True,
-            )
+
+def decoder_losses(
+    head: nn.Module, hidden: Tensor, batch: Mapping[str, Tensor], max_logit_rows: int
+) -> Losses:
+    """Losses of a causal batch from the last hidden states (examples, positions, channels)."""
+    losses, correct = _next_token(head, hidden, batch["labels"], max_logit_rows)
+    found = _by_example([(losses, correct, batch["labels"])])
+    return found._replace(tokens=losses.detach())
+
+
+def albert_losses(
+    predictions: nn.Module,
+    order_head: nn.Module,
+    hidden: Tensor,
+    pooled: Tensor,
+    *,
+    batch: Mapping[str, Tensor],
+    max_logit_rows: int,
+) -> Losses:
+    """Losses of an ALBERT batch from its last hidden states (examples, positions, channels) and
+    what the pooler makes of each example's first one (examples, channels)."""
+    labels = batch["labels"]
+    # One masked token in seven: worth the stop that a shape read from the data costs on CUDA.
+    flat_labels = labels.flatten()
+    places = (flat_labels != IGNORED).nonzero().squeeze(1)
+    rows = hidden.flatten(0, 1).index_select(0, places)
+    found, hits = _head_losses(predictions, rows, flat_labels[places], max_logit_rows)
+    losses = found.new_zeros(flat_labels.shape).index_copy(0, places, found).view_as(labels)
+    correct = hits.new_zeros(flat_labels.shape).index_copy(0, places, hits).view_as(labels)
+    order = batch["sentence_order_label"]
+    order_losses, order_correct = _cross_entropy(order_head, pooled, order)
+    return _by_example(
+        [
+            (losses, correct, labels),
+            (order_losses[:, None], order_correct[:, None], order[:, None]),
         ]
-        losses, correct = zip(*parts, strict=True)
-        return torch.cat(losses), torch.cat(correct)
+    )
+
+
+def _next_token(
+    head: nn.Module, hidden: Tensor, labels: Tensor, max_logit_rows: int
+) -> tuple[Tensor, Tensor]:
+    """Loss and correctness at each position, (examples, positions); 0 without a label.
+
+    Nearly every position has a label, so all of them get logits: shapes stay fixed, which
+    `torch.compile` and CUDA need to run without stops.
+    """
+    losses, correct = _head_losses(head, hidden.flatten(0, 1), labels.flatten(), max_logit_rows)
+    return losses.view_as(labels), correct.view_as(labels)
+
+
+def _head_losses(
+    head: nn.Module, rows: Tensor, labels: Tensor, max_logit_rows: int
+) -> tuple[Tensor, Tensor]:
+    """Loss and correctness of each row of hidden states (rows, channels)."""
+    if len(rows) <= max_logit_rows:
+        return _cross_entropy(head, rows, labels)
+    parts = [
+        checkpoint(_cross_entropy, head, *part, use_reentrant=False)
+        for part in zip(
+            torch.split(rows, max_logit_rows),
+            torch.split(labels, max_logit_rows),
+            strict=True,
+        )
+    ]
+    losses, correct = zip(*parts, strict=True)
+    return torch.cat(losses), torch.cat(correct)
 
 
 def document_mask(position_ids: Tensor) -> Tensor | None:

@@ -73,6 +73,25 @@ def strategy_of(run: Run, ranks: int) -> str:
         return "single" if ranks == 1 else "ddp"
     if run.strategy == "single" and ranks > 1:
         raise UserError(
-            f"run.strategy = 'single' on {ranks} processes: choose auto, ddp, zero1, zero2 or zero3"
+            f"run.strategy = 'single' on {ranks} processes: choose auto, ddp, zero1, zero2, zero3 "
+            "or pipeline"
         )
+    if run.strategy == "pipeline":
+        pipeline_ranks(run, ranks)
     return run.strategy
+
+
+def pipeline_ranks(run: Run, ranks: int) -> int:
+    """Processes of one pipeline among `ranks`. Raises UserError."""
+    if ranks == 1:
+        raise UserError(
+            "run.strategy = 'pipeline' on 1 process: start more with --processes N or torchrun"
+        )
+    asked = run.pipeline.ranks or ranks
+    if ranks % asked:
+        valid = ", ".join(str(one) for one in range(2, ranks + 1) if ranks % one == 0)
+        raise UserError(
+            f"run.pipeline.ranks = '{asked}' does not divide the {ranks} processes: "
+            f"choose {valid}"
+        )
+    return asked

@@ -26,6 +26,7 @@ from training.examples import IGNORED, Example
 from training.metrics import Window
 from training.microbatches import Passed
 from training.objectives import Losses
+from training.pipelined import Pipelined
 from training.prepare import Prepared
 from training.recipe import TrainRecipe
 from training.reference import checked_reference, load_reference
@@ -62,6 +63,11 @@ class Proxy:
             raise UserError(
                 f"model.family = '{family}': a proxy compares next-token losses, set 'decoder'"
             )
+        if recipe.run.strategy == "pipeline":
+            raise UserError(
+                "run.strategy = 'pipeline': a proxy needs the whole network on each rank: choose "
+                "auto, ddp, zero1, zero2 or zero3"
+            )
         if len(names) < 2:
             raise UserError(
                 f"data.by = '{', '.join(recipe.data.by)}' gives one domain, '{names[0]}': there is "
@@ -97,7 +103,7 @@ class Proxy:
 
     def gradients(
         self,
-        parallel: Parallel,
+        parallel: Parallel | Pipelined,
         dealt: Sequence[Sequence[Example]],
         batches: Sequence[Batch],
         window: Window,
@@ -106,6 +112,7 @@ class Proxy:
         step: int,
     ) -> Passed:
         """Move alpha by the losses of the step, and leave the gradient of its loss under alpha."""
+        assert isinstance(parallel, Parallel)  # `prepared` refuses a pipeline
         self._before = self._weights.state()
         factors = torch.zeros(0)
         if len(batches) > 1:

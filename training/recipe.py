@@ -16,10 +16,10 @@ from pipelines import recipe_file
 from pipelines.recipe_file import Section, Texts
 
 DomainKey = Literal["language", "bucket", "host", "source"]
-Size = Literal["tiny", "small", "base", "large", "120m", "280m"]
+Size = Literal["tiny", "small", "base", "large", "120m", "280m", "1.3b", "8b", "70b"]
 SIZES: dict[str, tuple[str, ...]] = {
     "albert": ("tiny", "small", "base", "large"),
-    "decoder": ("tiny", "small", "120m", "280m"),
+    "decoder": ("tiny", "small", "120m", "280m", "1.3b", "8b", "70b"),
 }
 
 
@@ -89,7 +89,7 @@ class Model(Section):
 
     family: Literal["albert", "decoder"] = Field("albert", description="recipe of the network")
     size: Size = Field("small", description="albert: tiny, small, base, large; "
-                       "decoder: tiny, small, 120m, 280m")  # fmt: skip
+                       "decoder: tiny, small, 120m, 280m, 1.3b, 8b, 70b")  # fmt: skip
     dropout: float = Field(
         0.0, ge=0, lt=1, description="hidden and attention dropout; decoder: attention only"
     )
@@ -185,15 +185,42 @@ class Schedule(Section):
         return self
 
 
+class Pipeline(Section):
+    """For strategy = 'pipeline': the network in stages, one after the other."""
+
+    ranks: int | None = Field(
+        None, ge=2, description="processes that share one copy of the network; more processes: "
+        "copies of it, data parallel; none: all processes share one"
+    )  # fmt: skip
+    schedule: Literal[
+        "gpipe", "1f1b", "interleaved-1f1b", "looped-bfs", "interleaved-zero-bubble", "zbv",
+        "dualpipe-v",
+    ] = Field("1f1b", description="order of a rank's stages and microbatches")  # fmt: skip
+    stages_per_rank: int | None = Field(
+        None, ge=1, description="none: the fewest that the schedule knows"
+    )
+    cut: Literal["optimal", "tree", "uniform"] = Field(
+        "optimal", description="optimal: least step time; tree: the SageMaker library's way; "
+        "uniform: the same number of layers"
+    )  # fmt: skip
+    costs: Literal["measured", "operations"] = Field(
+        "measured", description="where the layers' times come from: the device, or counted FLOPs"
+    )
+    shard: bool = Field(
+        False, description="copies share gradients and optimiser state (FSDP2, as zero2)"
+    )
+
+
 class Run(Section):
     """How the work is done. `seed` and `precision` are part of the curve of the loss."""
 
     seed: int = Field(0, ge=0, description="of the initial weights and of dropout")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA when there")
     precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast")
-    strategy: Literal["auto", "single", "ddp", "zero1", "zero2", "zero3"] = Field(
+    strategy: Literal["auto", "single", "ddp", "zero1", "zero2", "zero3", "pipeline"] = Field(
         "auto", description="auto: single on one device, ddp on more; zeroN: FSDP2"
     )
+    pipeline: Pipeline = Pipeline()
     activation_checkpointing: bool = Field(False, description="recompute blocks in backward")
     compile: bool = Field(False, description="torch.compile")
     max_skipped_steps: int = Field(
@@ -253,7 +280,7 @@ class TrainRecipe(Section):
                 "model": {"tokenizer", "init"},
                 "batch": {"microbatch"},
                 "run": {
-                    "device", "strategy", "activation_checkpointing", "compile",
+                    "device", "strategy", "pipeline", "activation_checkpointing", "compile",
                     "max_skipped_steps", "log_every", "tensorboard",
                 },
                 "evaluation": True,

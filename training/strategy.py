@@ -9,6 +9,7 @@ traffic, never in the curve of the loss:
     zero1   FSDP2: optimiser state in shards; weights and gradients whole during a step
     zero2   FSDP2: gradients in shards too: reduce-scattered after each microbatch
     zero3   FSDP2: weights in shards too: gathered block by block
+    pipeline  each rank holds some of the layers (`training.pipelined`, not `Parallel`)
 
 DDP and FSDP2 average gradients over ranks, but the loss is a sum over the global batch: the
 loss of each microbatch is multiplied by `gradient_factor`, the number of ranks.
@@ -28,9 +29,10 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import nn
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,7 +40,7 @@ from models.errors import UserError
 from training.host_memory import keep_freed_memory
 from training.networks import checkpoint_blocks
 from training.objectives import Losses, Objective
-from training.prepare import strategy_of
+from training.prepare import pipeline_ranks, strategy_of
 from training.recipe import Run
 from training.together import distributed
 
@@ -57,6 +59,19 @@ class Placement:
     ranks: int
     device: torch.device
     strategy: str
+    copies: int = 1
+    """Ranks that read the same examples: those of one pipeline."""
+
+    @property
+    def data_ranks(self) -> int:
+        """Parts that the examples are dealt to."""
+        return self.ranks // self.copies
+
+    @property
+    def data_rank(self) -> int:
+        """The part of this rank. Ranks of one stage stand side by side, so that they are on one
+        machine where the stages are not."""
+        return self.rank % self.data_ranks
 
     @property
     def first(self) -> bool:
@@ -98,6 +113,7 @@ def placed(run: Run) -> Iterator[Placement]:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks)))
     strategy = strategy_of(run, ranks)
+    copies = pipeline_ranks(run, ranks) if strategy == "pipeline" else 1
     device = _device(run, local_rank, local_ranks)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -109,17 +125,29 @@ def placed(run: Run) -> Iterator[Placement]:
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
     if strategy == "single" or inside:
-        yield Placement(rank, ranks, device, strategy)
+        yield Placement(rank, ranks, device, strategy, copies)
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if ranks == 1:
-        torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    else:
-        torch.distributed.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT)
+    store = HashStore() if ranks == 1 else _store()
+    torch.distributed.init_process_group(
+        backend, store=store, rank=rank, world_size=ranks, timeout=_COLLECTIVE_TIMEOUT
+    )
     try:
-        yield Placement(rank, ranks, device, strategy)
+        yield Placement(rank, ranks, device, strategy, copies)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def _store() -> PrefixStore:
+    """Where the ranks find each other.
+
+    After a restart torchrun (torch 2.13) hands out the same store, in which the addresses of the
+    ranks that died still stand: one that reads them before the new ones are there waits for a dead
+    process, and the restart fails or hangs. So each start has a part of the store of its own.
+    """
+    store, _, _ = next(rendezvous("env://", timeout=_COLLECTIVE_TIMEOUT))
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"start {start}", store)
 
 
 def _device(run: Run, local_rank: int, local_ranks: int) -> torch.device:
@@ -152,16 +180,8 @@ class Parallel:
         self.place = place
         self.bf16 = run.precision == "bf16"
         self.gradient_factor = float(place.ranks)
-        blocks = [part for part in objective.modules() if type(part).__name__ in _BLOCKS]
         shards = sharded_blocks(objective)
-        if run.compile:
-            # Block by block: one compilation serves all of them. `forward` and not the module, so
-            # that names of parameters stay and what recomputes or gathers a block is outside:
-            # torch.compile gives up, without a word, a module with a checkpoint inside.
-            for block in blocks:
-                block.forward = torch.compile(block.forward)
-        if run.activation_checkpointing:
-            checkpoint_blocks(objective.network)
+        prepare_blocks(objective, run)
         self._forward: nn.Module = self.objective
         if place.strategy == "ddp":
             self._forward = DistributedDataParallel(
@@ -225,11 +245,28 @@ class Parallel:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
 
+    def saved(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it: nothing."""
+        return {}
+
     def reshard(self) -> None:
         """Give up weights that a pass without a backward one has left whole."""
         for part in self.objective.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()
+
+
+def prepare_blocks(objective: Objective, run: Run) -> None:
+    """Compile the transformer blocks, and recompute their insides, where the recipe says so."""
+    if run.compile:
+        # Block by block: one compilation serves all of them. `forward` and not the module, so
+        # that names of parameters stay and what recomputes or gathers a block is outside:
+        # torch.compile gives up, without a word, a module with a checkpoint inside.
+        for block in objective.modules():
+            if type(block).__name__ in _BLOCKS:
+                block.forward = torch.compile(block.forward)
+    if run.activation_checkpointing:
+        checkpoint_blocks(objective.network)
 
 
 def sharded_blocks(network: nn.Module) -> list[nn.Module]:

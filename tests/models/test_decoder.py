@@ -18,20 +18,35 @@ def parameters(size: str, vocab_size: int) -> int:
 @pytest.mark.parametrize("size", SHAPES)
 def test_parameters_by_hand(size: str) -> None:
     vocab = 5_000
-    h, f, layers = SHAPES[size].hidden, SHAPES[size].feed_forward, SHAPES[size].layers
-    expected = vocab * h + layers * (4 * h * h + 3 * h * f + 2 * h) + h
-    assert parameters(size, vocab) == expected
+    shape = SHAPES[size]
+    h, f = shape.hidden, shape.feed_forward
+    keys = h // shape.heads * (shape.kv_heads or shape.heads)
+    embeddings = vocab * h * (1 if shape.tied else 2)
+    block = 2 * h * h + 2 * h * keys + 3 * h * f + 2 * h
+    assert parameters(size, vocab) == embeddings + shape.layers * block + h
 
 
-@pytest.mark.parametrize(("size", "exact"), [("120m", 120_146_688), ("280m", 281_846_784)])
-def test_the_names_are_true_with_32000_tokens(size: str, exact: int) -> None:
-    assert parameters(size, 32_000) == exact
-    assert exact == pytest.approx(int(size.removesuffix("m")) * 1e6, rel=0.01)
+@pytest.mark.parametrize(
+    ("size", "vocab", "named", "exact"),
+    [
+        ("120m", 32_000, 120e6, 120_146_688),
+        ("280m", 32_000, 280e6, 281_846_784),
+        ("1.3b", 32_000, 1.3e9, 1_279_887_360),
+        ("8b", 128_256, 8e9, 8_030_261_248),  # Llama 3 8B
+        ("70b", 128_256, 70e9, 70_553_706_496),  # Llama 3 70B
+    ],
+)
+def test_the_names_are_true(size: str, vocab: int, named: float, exact: int) -> None:
+    assert parameters(size, vocab) == exact
+    assert exact == pytest.approx(named, rel=0.02)
 
 
-def test_input_and_output_embeddings_are_one_tensor() -> None:
-    network = build_decoder("tiny", 100)
-    assert network.lm_head.weight is network.model.embed_tokens.weight
+@pytest.mark.parametrize("size", SHAPES)
+def test_input_and_output_embeddings_are_one_tensor_up_to_a_billion(size: str) -> None:
+    with torch.device("meta"):
+        network = build_decoder(size, 100)
+    tied = network.lm_head.weight is network.model.embed_tokens.weight
+    assert tied == (size not in ("8b", "70b"))
 
 
 def test_settings_arrive() -> None:
@@ -43,5 +58,5 @@ def test_settings_arrive() -> None:
 
 
 def test_an_unknown_size_is_refused() -> None:
-    with pytest.raises(UserError, match="no size 'large': choose tiny, small, 120m, 280m"):
+    with pytest.raises(UserError, match=r"no size 'large': choose tiny, small, 120m, 280m, 1\.3b, 8b"):
         decoder_config("large", 100)

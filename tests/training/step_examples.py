@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from models.albert import build_albert
 from models.decoder import build_decoder
 from training import loop, microbatches
-from training.batches import collate
+from training.batches import blank, collate
 from training.examples import IGNORED, Example
 from training.metrics import Window
 from training.objectives import Losses, Objective
@@ -86,7 +86,7 @@ def gradients(
     place = parallel.place
     number = microbatches.count(of, microbatch, place.ranks)
     dealt = microbatches.deal(taken, number, place.rank, place.ranks)
-    batches = [collate(part) if part else microbatches.blank(family, LENGTH) for part in dealt]
+    batches = [collate(part) if part else blank(family, LENGTH) for part in dealt]
     return microbatches.gradients(parallel, dealt, batches, window(parallel), seed=1, step=step)
 
 
@@ -159,9 +159,9 @@ def spoilt(passes: Collection[int]) -> Iterator[None]:
 
 
 def rank_process(
-    rank: int, ports: Sequence[int], cases: Sequence[dict[str, Any]], place: str
+    rank: int, ports: Sequence[int], cases: Sequence[dict[str, Any]], place: str, ranks: int = 2
 ) -> None:
-    """One of two spawned ranks: each case's `curve`, or the run whose --set is its `train`, with
+    """One of some spawned ranks: each case's `curve`, or the run whose --set is its `train`, with
     the passes of its `spoilt` spoilt on the second rank.
 
     Rank 0 saves the results to `place`.
@@ -169,8 +169,8 @@ def rank_process(
     Each case has a process group, and so a port, of its own.
     """
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE="2", OMP_NUM_THREADS="1",
+        MASTER_ADDR="127.0.0.1", RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(ranks), OMP_NUM_THREADS="1",
     )  # fmt: skip
     torch.set_num_threads(1)
     results = []

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaForCausalLM
 
 from models.albert import build_albert
-from models.decoder import build_decoder
+from models.decoder import build_decoder, decoder_config
 from models.errors import Fault
 from training import metrics
 from training.flops import flops_per_token, known_peak, peak_flops, peaks
@@ -150,12 +151,16 @@ def test_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-@pytest.mark.parametrize("family", ["albert", "decoder"])
+@pytest.mark.parametrize("family", ["albert", "decoder", "grouped keys"])
 def test_flops_are_those_that_torch_counts(family: str) -> None:
     length, rows = 32, 3
     network: Any
     if family == "albert":
         network = build_albert("tiny", 90, max_length=length)
+    elif family == "grouped keys":
+        config = decoder_config("small", 90, max_length=length)
+        config.num_key_value_heads = 1
+        network = LlamaForCausalLM(config)
     else:
         network = build_decoder("tiny", 90, max_length=length)
     network.set_attn_implementation("eager")  # every multiplication is one that torch counts
@@ -174,6 +179,8 @@ def test_flops_of_known_shapes() -> None:
     weights = 2 * (4 * 64 * 64 + 3 * 64 * 176)
     assert flops_per_token(config, 32, 0.0) == 6 * weights + 12 * 2 * 64 * 32
     assert flops_per_token(config, 32, 0.5) == 6 * (weights + 32 * 90) + 12 * 2 * 64 * 32
+    config.num_key_value_heads = 1
+    assert flops_per_token(config, 32, 0.0) == 6 * (weights - 2 * 2 * 64 * 32) + 12 * 2 * 64 * 32
 
 
 @pytest.mark.parametrize(

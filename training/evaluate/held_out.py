@@ -23,6 +23,7 @@ from training.evaluate.domain_loss import (
     total,
 )
 from training.evaluate.unigrams import NO_TEXT, Unigrams, text_counts
+from training.together import distributed
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -84,7 +85,7 @@ def held_out_losses(
                         sums[domain] += _sums(losses)
     finally:
         objective.train(was_training)
-    if ranks > 1:
+    if distributed():
         shared = torch.from_numpy(sums).to(device)
         torch.distributed.all_reduce(shared)
         sums = shared.cpu().numpy()

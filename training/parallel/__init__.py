@@ -1,0 +1,1 @@
+"""Models too big for one device: profile, partition, pipeline, planner."""

@@ -1,0 +1,341 @@
+"""From a recipe and the devices to the cheapest way of training that fits in memory.
+
+The rungs, each with what the ones before it have gained (bf16, a small microbatch, recomputation):
+
+    data parallel    every device holds everything
+    bf16             autocast: activations of half the size, a second copy of the weights
+    microbatch       fewer examples at once, more passes a step
+    recomputation    activation checkpointing: a third more work
+    zero1, 2, 3      FSDP2: optimiser state, gradients, weights in shards
+    pipeline         layers on different devices, cut by `partition.optimal`, copies side by side
+
+Rungs are ordered by what they cost a run that would fit without them, not by the step's time: where
+times are known, `Ladder.faster` says when a later one is quicker. From zero1 on a rung recomputes
+only where that is needed, or where it saves more traffic than it costs work.
+
+Memory comes from a trace with fake tensors (`parallel.profile`), so nothing is allocated and any
+size can be planned; time from counted operations, a peak and the share of it that is reached.
+Left out: tensor parallelism, which Gristmill has not, and the time of the optimiser, of reading
+and of checkpoints.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from models.errors import UserError
+from training import microbatches as dealing
+from training.parallel.ladder import PLANNED, Devices, Ladder, Rung, size
+from training.parallel.schedules import check, schedule_named
+from training.parallel.units import Pipe
+from training.parallel.ways import SHARDED, Settings, Way, Ways
+from training.recipe import TrainRecipe
+
+_NEARLY = 1.01
+"""Times within this factor are one: the simpler of two settings wins."""
+_MORE_DEVICES = (2, 4, 8, 16)
+_SHORTER = (2, 4, 8)
+
+
+def climb(recipe: TrainRecipe, devices: Devices, vocab_size: int) -> Ladder:
+    """All rungs of `recipe` on `devices`. Raises UserError."""
+    climber = Climber(recipe, devices, vocab_size)
+    rungs = climber.rungs()
+    lacking: tuple[str, ...] = ()
+    if not any(rung.fits for rung in rungs):
+        lacking = missing(climber, rungs)
+    return Ladder(
+        recipe=recipe.name,
+        network=climber.network,
+        parameters=climber.parameters,
+        vocab_size=vocab_size,
+        examples=climber.ways.examples,
+        sequence_length=recipe.examples.sequence_length,
+        devices=devices,
+        rungs=tuple(rungs),
+        missing=lacking,
+    )
+
+
+class Climber:
+    """Finds the rungs of one recipe on one set of devices; profiles are made once."""
+
+    def __init__(
+        self,
+        recipe: TrainRecipe,
+        devices: Devices,
+        vocab_size: int,
+        *,
+        keep_precision: bool = False,
+    ) -> None:
+        self.recipe, self.devices, self.vocab_size = recipe, devices, vocab_size
+        self.keep_precision = keep_precision
+        self.network = f"{recipe.model.family} {recipe.model.size}"
+        self.ways = Ways(recipe, vocab_size)
+
+    @property
+    def parameters(self) -> int:
+        """Of the network."""
+        found = self.ways.profile(self._settings("ddp"))
+        return found.parameters(0, len(found.units))
+
+    def on(self, recipe: TrainRecipe, devices: Devices) -> Rung | None:
+        """The first rung that fits another recipe or other devices."""
+        other = Climber(recipe, devices, self.vocab_size, keep_precision=self.keep_precision)
+        if recipe is self.recipe:
+            other.ways = self.ways
+        return next((rung for rung in other.climbing() if rung.fits), None)
+
+    def rungs(self) -> list[Rung]:
+        """All of them."""
+        return list(self.climbing())
+
+    def climbing(self) -> Iterator[Rung]:
+        """One after the other; those after the first that fits are computed only when asked for."""
+        run, alone = self.recipe.run, self.devices.ranks == 1
+        strategy = "single" if alone else "ddp"
+        first = self._settings(strategy)
+        yield self._rung("one device" if alone else "data parallel", [[first]])
+        precision = run.precision
+        if not self.keep_precision:
+            if precision == "bf16":
+                yield self._left_out("bf16", "the recipe has it already: see the rung above")
+            else:
+                precision = "bf16"
+                yield self._rung("bf16", [[replace(first, precision=precision)]])
+        first = replace(first, precision=precision)
+        smaller = self._microbatches(self.devices.ranks)
+        if first.microbatch == 1:
+            yield self._left_out("microbatch", "it is of one example already")
+        else:
+            yield self._rung("microbatch", [self._sizes(first, smaller[1:])])
+        if run.activation_checkpointing:
+            yield self._left_out("recomputation", "the recipe has it already: see the first rung")
+        else:
+            again = replace(first, checkpointing=True)
+            yield self._rung("recomputation", [self._sizes(again, smaller)])
+        for name in SHARDED:
+            if alone:
+                yield self._left_out(name, "one device has none to share its state with")
+                continue
+            here = replace(first, strategy=name)
+            yield self._rung(name, [self._sizes(one, smaller) for one in self._recomputing(here)])
+        if alone:
+            yield self._left_out("pipeline", "it needs two devices or more")
+        else:
+            yield self._pipelines(replace(first, strategy="pipeline"))
+
+    def _settings(self, strategy: str) -> Settings:
+        run = self.recipe.run
+        sizes = self._microbatches(self.devices.ranks)
+        return Settings(strategy, run.precision, run.activation_checkpointing, sizes[0])
+
+    def _microbatches(self, ranks: int) -> list[int]:
+        """Sizes to try on `ranks` data-parallel devices: the recipe's and its halves, as they
+        come out when a step's examples are dealt evenly."""
+        sizes: dict[int, None] = {}
+        asked = self.recipe.batch.microbatch
+        while asked >= 1:
+            count = dealing.count(self.ways.examples, asked, ranks)
+            sizes[-(-self.ways.examples // count)] = None
+            asked //= 2
+        return list(sizes)
+
+    def as_it_stands(self, why: str) -> Rung:
+        """The first rung without its numbers, for a recipe of which `why` tells that it fits."""
+        settings = self._settings("single" if self.devices.ranks == 1 else "ddp")
+        return Rung(
+            name="one device" if self.devices.ranks == 1 else "data parallel",
+            strategy=settings.strategy,
+            precision=settings.precision,
+            microbatch=self.recipe.batch.microbatch,
+            microbatches=self.ways.passes(settings.microbatch, self.devices.ranks),
+            checkpointing=settings.checkpointing,
+            status="fits",
+            why=why,
+        )
+
+    @staticmethod
+    def _sizes(settings: Settings, sizes: Sequence[int]) -> list[Settings]:
+        return [replace(settings, microbatch=one) for one in sizes]
+
+    @staticmethod
+    def _recomputing(settings: Settings) -> list[Settings]:
+        """Without recomputation, where that is open, and with it."""
+        again = replace(settings, checkpointing=True)
+        return [again] if settings.checkpointing else [settings, again]
+
+    def _rung(self, name: str, groups: Sequence[Sequence[Settings]]) -> Rung:
+        """The best way among groups of settings, of which each needs less memory than the one
+        before it, and is no quicker."""
+        fitting: list[Way] = []
+        least = []
+        for group in groups:
+            if fitting and not fitting[-1].waits:
+                break  # recomputation could only save traffic
+            smallest = self.ways.in_parallel(group[-1], self.devices)
+            least.append(smallest)
+            if self._fits(smallest):
+                ways = (self.ways.in_parallel(settings, self.devices) for settings in group)
+                fitting.append(next(way for way in ways if self._fits(way)))
+        return self._told(name, fitting, least)
+
+    def _fits(self, way: Way) -> bool:
+        return way.total_bytes <= self.devices.usable_bytes
+
+    def _told(self, name: str, fitting: Sequence[Way], least: Sequence[Way]) -> Rung:
+        """fitting: ways that fit; least: those to tell of where none does."""
+        usable = self.devices.usable_bytes
+        if fitting:
+            quickest = min(way.work for way in fitting)
+            way = next(way for way in fitting if way.work <= _NEARLY * quickest)
+            why = f"{size(usable - way.total_bytes)} to spare"
+        else:
+            way = min(least, key=lambda one: one.total_bytes)
+            why = f"{size(way.total_bytes - usable)} more than there is: {_largest(way.memory)}"
+        settings = way.settings
+        return Rung(
+            name=name,
+            strategy=settings.strategy,
+            precision=settings.precision,
+            microbatch=settings.microbatch,
+            microbatches=way.microbatches,
+            checkpointing=settings.checkpointing,
+            status="fits" if fitting else "too big",
+            why=why,
+            memory=way.memory,
+            traffic=way.sent,
+            step_s=way.work if self.devices.speed(settings.precision) else None,
+            stages=way.stages,
+        )
+
+    def _left_out(self, name: str, why: str) -> Rung:
+        first = self._settings(name)
+        return Rung(
+            name=name, strategy=name, precision=first.precision, microbatch=first.microbatch,
+            microbatches=0, checkpointing=first.checkpointing, status="left out", why=why,
+        )  # fmt: skip
+
+    def _pipelines(self, first: Settings) -> Rung:
+        """The rung of the pipelines: all numbers of stages that the devices and the batch allow."""
+        asked = self.recipe.run.pipeline
+        units = len(self.ways.profile(first).units)
+        schedule = schedule_named(asked.schedule)
+        per_rank = asked.stages_per_rank or schedule.stages_per_rank[0]
+        fitting: list[Way] = []
+        least: list[Way] = []
+        refused = (
+            f"no number of stages divides {self.devices.ranks} devices and is at most that of the "
+            f"network's units, {units}"
+        )
+        for ranks in _divisors(self.devices.ranks):
+            if ranks * per_rank > units or asked.ranks not in (None, ranks):
+                continue
+            try:
+                shape = Pipe(ranks, 0, schedule.name, per_rank)
+                found = self._of_stages(first, shape, least)
+            except UserError as error:
+                refused = str(error)
+                continue
+            if found is None:
+                continue
+            fitting.append(found)
+            if _NEARLY * found.work > fitting[0].work and len(fitting) > 1:
+                break  # more stages idle more
+        if not fitting and not least:
+            return self._left_out("pipeline", refused)
+        return self._told("pipeline", fitting, least[-1:])
+
+    def _of_stages(self, first: Settings, shape: Pipe, least: list[Way]) -> Way | None:
+        """The best way with so many ranks for a pipeline: without recomputation and shards where
+        that fits. A larger microbatch, where it makes the step hardly longer: a device computes it
+        better. Where nothing fits, the least is added to `least`. Raises UserError where the
+        schedule takes no number of microbatches that the batch allows."""
+        replicas = self.devices.ranks // shape.ranks
+        must_shard = self.recipe.run.pipeline.shard and replicas > 1
+        shards = [True] if must_shard else [False, True][: min(replicas, 2)]
+        schedule = schedule_named(shape.schedule)
+        tried: tuple[Settings, Pipe, bool] | None = None
+        refused: UserError | None = None
+        for settings, shard in itertools.product(self._recomputing(first), shards):
+            best: Way | None = None
+            for microbatch in reversed(self._microbatches(replicas)):
+                here = replace(settings, microbatch=microbatch)
+                pipe = replace(shape, microbatches=self.ways.passes(microbatch, replicas))
+                try:
+                    check(schedule, pipe.ranks, pipe.stages_per_rank, pipe.microbatches)
+                except UserError as error:
+                    refused = error
+                    continue
+                tried = (here, pipe, shard)
+                try:
+                    way = self.ways.pipeline(here, self.devices, pipe, shard=shard)
+                except UserError:
+                    break
+                if best is not None and way.work > _NEARLY * best.work:
+                    break
+                best = way
+            if best is not None:
+                return best
+        if tried is None:
+            assert refused is not None
+            raise refused
+        here, pipe, shard = tried
+        least.append(self.ways.pipeline(here, self.devices, pipe, shard=shard, capped=False))
+        return None
+
+
+def _divisors(number: int) -> list[int]:
+    """Those from 2 on."""
+    return [one for one in range(2, number + 1) if number % one == 0]
+
+
+def _largest(memory: Mapping[str, int]) -> str:
+    """What there is most of, for a reason."""
+    kind = max(memory, key=lambda one: memory[one])
+    return f"{size(memory[kind])} are {kind}"
+
+
+def missing(climber: Climber, rungs: Sequence[Rung]) -> tuple[str, ...]:
+    """Where nothing fits: by how much the smallest rung is too big, and what would help."""
+    tried = [rung for rung in rungs if rung.memory]
+    best = min(tried, key=lambda rung: rung.total_bytes)
+    devices, recipe = climber.devices, climber.recipe
+    lines = [
+        f"nothing fits: the least is '{best.name}' with {size(best.total_bytes)} of "
+        f"{size(devices.usable_bytes)}, {size(best.total_bytes - devices.usable_bytes)} too many"
+    ]
+    help_ = []
+    for times in _MORE_DEVICES:
+        more = (
+            replace(devices, nodes=devices.nodes * times)
+            if devices.nodes > 1
+            else replace(devices, per_node=devices.per_node * times)
+        )
+        found = climber.on(recipe, more)
+        if found is not None:
+            help_.append(f"{more.ranks} devices ({found.name})")
+            break
+    length = recipe.examples.sequence_length
+    for times in _SHORTER:
+        shorter = length // times
+        if shorter < 64:
+            break
+        found = climber.on(_of_length(recipe, shorter), devices)
+        if found is not None:
+            help_.append(f"examples.sequence_length={shorter} ({found.name})")
+            break
+    help_.append(f"devices of {size(best.total_bytes / PLANNED)}")
+    lines.append(f"what would help: {', or '.join(help_)}")
+    lines.append(
+        "tensor parallelism, which divides layers themselves, would help too; Gristmill has none"
+    )
+    return tuple(lines)
+
+
+def _of_length(recipe: TrainRecipe, length: int) -> TrainRecipe:
+    """The recipe with shorter examples, as many tokens in a step."""
+    examples = recipe.examples.model_copy(update={"sequence_length": length})
+    return recipe.model_copy(update={"examples": examples})
