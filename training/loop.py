@@ -22,14 +22,20 @@ import math
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from models.tokenizer import profile_of
-from training import checkpoint, identity, microbatches, run_folder, run_manifest, skips
-from training.evaluate.held_out import held_out_losses, total
-from training.evaluate.unigrams import Unigrams, training_unigrams
+from training import (
+    checkpoint,
+    identity,
+    microbatches,
+    placing,
+    run_folder,
+    run_manifest,
+    skips,
+)
+from training.evaluations import Evaluations
 from training.export import export, max_tokens
 from training.flops import flops_per_token, labelled_share, peak_flops
 from training.learning import Learning, Plain
@@ -38,14 +44,14 @@ from training.microbatches import Passed
 from training.networks import build_network
 from training.objectives import Objective
 from training.optimisers import build_optimiser
-from training.pipelined import Pipelined, PipelinedObjective
+from training.pipelined import Pipelined
 from training.prepare import Prepared, prepare
 from training.recipe import TrainRecipe
 from training.run_folder import MODEL_FOLDER
 from training.sampler import ExampleStream, merge_states
 from training.schedules import learning_rate_factor
 from training.stopping import StopRequest
-from training.strategy import Parallel, Placement, placed
+from training.strategy import Placement, placed
 from training.summary import already_finished, summary
 from training.together import on_first
 
@@ -79,11 +85,13 @@ def train(
         manifest = run_folder.finished(directory, prepared.identity)
         if manifest is not None:
             return already_finished(recipe, manifest)
-        return _Run(recipe, prepared, place, stop, learning, quiet=quiet).run()
-
-
-class _StoppedEvaluation(Exception):
-    """A signal came while held-out losses were computed."""
+        settled, reason = place, ""
+        if isinstance(learning, Plain):
+            recipe, settled, reason = placing.settle(recipe, place, prepared.vocab_size)
+        run = _Run(recipe, prepared, settled, stop, learning, quiet=quiet)
+        if reason:
+            run.live.say(reason)
+        return run.run()
 
 
 @dataclass
@@ -133,8 +141,14 @@ class _Run:
         )
         self.config = network.config
         self.newest = checkpoint.latest(self.directory)
-        self.parallel, self.objective = self._placed(Objective(network))
+        self.parallel = placing.put(
+            Objective(network), place, recipe, passes=self.microbatches, newest=self.newest
+        )
+        self.objective = self.parallel.objective
         del network  # of a pipeline, each rank keeps its own part
+        if isinstance(self.parallel, Pipelined) and self.parallel.table:
+            self.live.say(self.parallel.table)
+        self.evaluations = Evaluations(recipe, self.prepared, place, self.parallel, self.stop)
         self.optimiser = build_optimiser(recipe.optimiser, self.objective.network)
         self.window = self._window()
         done, stream_state, learning_state = self._resume()
@@ -155,30 +169,6 @@ class _Run:
             self.learning.close()
             if log is not None:
                 log.close()
-
-    def _placed(
-        self, objective: Objective
-    ) -> tuple[Parallel | Pipelined, Objective | PipelinedObjective]:
-        """The objective on its devices, and what of it this rank holds."""
-        if self.place.strategy != "pipeline":
-            parallel = Parallel(objective, self.place, self.recipe.run)
-            return parallel, objective
-        pipelined = Pipelined(
-            objective, self.place, self.recipe,
-            microbatches=self.microbatches // self.place.data_ranks,
-            rows=-(-self.batch_examples // self.microbatches),
-            saved=None if self.newest is None
-            else checkpoint.read_state(self.newest)["state"].get("pipeline"),
-        )  # fmt: skip
-        if pipelined.table:
-            self.live.say(pipelined.table)
-        return pipelined, pipelined.objective
-
-    def _evaluated_at_once(self) -> int:
-        """Examples that a rank computes at once without gradients."""
-        if isinstance(self.parallel, Pipelined):
-            return self.parallel.evaluated_at_once
-        return self.recipe.batch.microbatch
 
     def _window(self) -> Window:
         """An empty window."""
@@ -206,11 +196,13 @@ class _Run:
         recipe, place, counters = self.recipe, self.place, self.counters
         evaluated: dict[str, Any] = {}
         stopped = self.stop.agreed()
-        if done and not stopped and self._evaluation_due(done):
+        if done and not stopped and self.evaluations.due(done):
             # The run had been stopped in its evaluation, or after its last step.
             there = place.gather(log is not None and log.evaluated)[0]
             if not there or done == self.steps:
-                evaluated, stopped = self._evaluate(done, None if there else log)
+                evaluated, stopped = self.evaluations.losses(
+                    done, None if there else log, self.clock
+                )
         while done < self.steps and not stopped:
             # 1. The gradient of the global batch.
             begin_s = time.monotonic()
@@ -260,8 +252,8 @@ class _Run:
                 self._save(done, stream, log)
 
             # 5. Held-out losses. A signal cuts them off: the next run begins with them.
-            if not stopped and self._evaluation_due(done):
-                evaluated, stopped = self._evaluate(done, log)
+            if not stopped and self.evaluations.due(done):
+                evaluated, stopped = self.evaluations.losses(done, log, self.clock)
                 if stopped and not saved:
                     self._save(done, stream, log)
         if stopped:
@@ -312,54 +304,6 @@ class _Run:
                 }
             )
         self.window.clear()
-
-    @cached_property
-    def _unigrams(self) -> Unigrams:
-        """The baseline of the held-out losses, counted before the first of them."""
-        prepared = self.prepared
-        return training_unigrams(prepared.corpus, prepared.tokenizer, data=self.recipe.data)
-
-    def _evaluation_due(self, done: int) -> bool:
-        """Whether held-out losses are computed after `done` steps."""
-        every = self.recipe.evaluation.every
-        if self.recipe.data.held_out == 0:
-            return False
-        return done == self.steps or (every is not None and done % every == 0)
-
-    def _evaluate(self, done: int, log: MetricsLog | None) -> tuple[dict[str, Any], bool]:
-        """Held-out losses of each domain, as JSON can hold them; whether a signal cut them off."""
-        ask = self.objective.register_forward_pre_hook(self._leave_on_signal, prepend=True)
-        try:
-            return self._held_out_losses(done, log), False
-        except _StoppedEvaluation:
-            return {}, True
-        finally:
-            ask.remove()
-            self.parallel.reshard()
-
-    def _leave_on_signal(self, *_: object) -> None:
-        """Before each pass of an evaluation; all ranks make as many passes."""
-        if self.stop.agreed():
-            raise _StoppedEvaluation
-
-    def _held_out_losses(self, done: int, log: MetricsLog | None) -> dict[str, Any]:
-        recipe, place = self.recipe, self.place
-        begin_s = time.monotonic()
-        found = held_out_losses(
-            self.objective, self.prepared.corpus, self.prepared.builder,
-            data=recipe.data, limit=recipe.evaluation.examples,
-            microbatch=self._evaluated_at_once(), device=place.device,
-            rank=place.data_rank, ranks=place.data_ranks, precision=recipe.run.precision,
-            tokenizer=self.prepared.tokenizer, unigrams=self._unigrams,
-        )  # fmt: skip
-        losses = {
-            "total": total(found.values()).to_json(),
-            "domains": {name: loss.to_json() for name, loss in found.items()},
-        }
-        if log is not None:
-            seconds = {"seconds": round(time.monotonic() - begin_s, 3), **self.clock.figures()}
-            log.write({"kind": "evaluation", "step": done, **losses, "times": seconds})
-        return losses
 
     def _save(self, done: int, stream: ExampleStream, log: MetricsLog | None) -> None:
         """A checkpoint of everything that the next step depends on."""

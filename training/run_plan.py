@@ -1,25 +1,26 @@
 """What a run would be, before it starts: data, parameters, memory, disk.
 
 The corpus is measured on a few pages of each domain, with the run's own tokenizer and examples;
-nothing of the network is computed or kept in memory.
+nothing of the network is computed or kept in memory: its own needs are traced without it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
-
-import torch
-from transformers import AlbertForPreTraining, LlamaForCausalLM
+from typing import Any, cast
 
 from training import microbatches, sampler
 from training.domains import mixture
 from training.flops import flops_per_token, labelled_share
 from training.networks import network_config
-from training.prepare import Prepared, strategy_of
+from training.parallel import layout
+from training.parallel.memory import Memory, Strategy, memory_of
+from training.parallel.profile import profile_recipe
+from training.parallel.rank_memory import pipeline_memory
+from training.parallel.units import Profile
+from training.prepare import Prepared, pipeline_ranks, strategy_of
 from training.recipe import TrainRecipe
-from training.strategy import sharded_blocks
 
 _PAGES = 16
 _CHARS = 100_000
@@ -40,7 +41,8 @@ class Plan:
     tokens_per_step: int
     flops_per_token: float
     domains: list[dict[str, Any]]
-    memory_bytes: dict[str, int]
+    memory: Memory
+    """Of the rank that needs the most."""
     checkpoint_bytes: int
 
     def to_json(self) -> dict[str, Any]:
@@ -56,7 +58,8 @@ class Plan:
             "tokens_per_step": self.tokens_per_step,
             "tokens": self.tokens_per_step * steps,
             "flops": self.flops_per_token * self.tokens_per_step * steps,
-            "memory_bytes": {**self.memory_bytes, "total": sum(self.memory_bytes.values())},
+            "memory_bytes": {**self.memory.to_json(), "total": self.memory.total},
+            "memory_peak": self.memory.peak,
             "checkpoint_bytes": self.checkpoint_bytes,
             "checkpoints_bytes": self.checkpoint_bytes * (self.recipe.checkpoint.keep + 1),
             "domains": self.domains,
@@ -66,7 +69,7 @@ class Plan:
         """For people."""
         value = self.to_json()
         memory = ", ".join(
-            f"{name} {_size(size)}" for name, size in self.memory_bytes.items() if size
+            f"{name} {_size(size)}" for name, size in self.memory.to_json().items() if size
         )
         rows = [
             f"parameters         {self.parameters:,}",
@@ -75,7 +78,7 @@ class Plan:
             f"run                {value['steps']:,} steps, at most {value['tokens']:,} tokens, "
             f"{value['flops']:.2e} FLOPs",
             f"ranks              {self.ranks}, strategy {self.strategy}",
-            f"memory of a rank   {_size(value['memory_bytes']['total'])} without activations: "
+            f"memory of a rank   {_size(self.memory.total)} at most, at the {self.memory.peak}: "
             f"{memory}",
             f"disk               {_size(value['checkpoints_bytes'])}: "
             f"{self.recipe.checkpoint.keep} checkpoints of {_size(self.checkpoint_bytes)}, "
@@ -98,59 +101,56 @@ def make_plan(recipe: TrainRecipe, prepared: Prepared, ranks: int) -> Plan:
     length, steps = recipe.examples.sequence_length, recipe.schedule.steps
     examples = recipe.batch.examples(length)
     config = network_config(recipe, prepared.vocab_size)
-    parameters, block = _parameters(recipe, prepared.vocab_size)
-    strategy = strategy_of(recipe.run, ranks)
+    replicas = ranks // _stages(recipe, ranks)
+    number = microbatches.count(examples, recipe.batch.microbatch, replicas)
+    profile = profile_recipe(recipe, prepared.vocab_size, microbatch=-(-examples // number))
+    parameters = profile.parameters(0, len(profile.units))
     return Plan(
         recipe=recipe,
         ranks=ranks,
-        strategy=strategy,
+        strategy=strategy_of(recipe.run, ranks),
         parameters=parameters,
         examples_per_step=examples,
-        microbatches_per_step=microbatches.count(examples, recipe.batch.microbatch, ranks),
+        microbatches_per_step=number,
         tokens_per_step=examples * length,
         flops_per_token=flops_per_token(config, length, labelled_share(recipe)),
         domains=_domains(recipe, prepared, examples * length * steps),
-        memory_bytes=memory_bytes(
-            parameters, block, ranks, strategy, bf16=recipe.run.precision == "bf16"
-        ),
+        memory=_memory(recipe, profile, ranks, number),
         checkpoint_bytes=3 * _FLOAT_BYTES * parameters,
     )
 
 
-def memory_bytes(
-    parameters: int, block: tuple[int, int], ranks: int, strategy: str, *, bf16: bool
-) -> dict[str, int]:
-    """Bytes of one rank by use, without activations, for fp32 weights and two moments.
-
-    `whole weights` is the copy that FSDP2 gathers to compute with. Under zero3 that is what stands
-    outside of the blocks, and two blocks: the next one comes while one computes. block:
-    parameters of one of them, and how many there are.
-    """
-    whole = _FLOAT_BYTES * parameters
-    shard = -(-whole // ranks)
-    if strategy in ("single", "ddp"):
-        cast = 2 * parameters if bf16 else 0
-        return {"weights": whole, "bf16 copy": cast, "gradients": whole, "moments": 2 * whole}
-    size, blocks = block
-    absent = max(0, blocks - 2) * size if strategy == "zero3" else 0
-    gathered = parameters - absent
-    return {
-        "weights": shard,
-        "whole weights": gathered * (2 if bf16 else _FLOAT_BYTES),
-        "gradients": shard + (whole if strategy == "zero1" else 0),
-        "moments": 2 * shard,
-    }
+def _stages(recipe: TrainRecipe, ranks: int) -> int:
+    """Ranks that hold one copy of the network in parts."""
+    if strategy_of(recipe.run, ranks) != "pipeline":
+        return 1
+    return pipeline_ranks(recipe.run, ranks)
 
 
-def _parameters(recipe: TrainRecipe, vocab_size: int) -> tuple[int, tuple[int, int]]:
-    """Parameters of the network; of one block that FSDP2 gathers alone, and how many there are."""
-    config: Any = network_config(recipe, vocab_size)
-    kind: Any = AlbertForPreTraining if recipe.model.family == "albert" else LlamaForCausalLM
-    with torch.device("meta"):
-        network = kind(config)
-    blocks = sharded_blocks(network)
-    size = sum(parameter.numel() for parameter in blocks[0].parameters()) if blocks else 0
-    return sum(parameter.numel() for parameter in network.parameters()), (size, len(blocks))
+def _memory(recipe: TrainRecipe, profile: Profile, ranks: int, number: int) -> Memory:
+    """Of the rank that needs the most, with `number` microbatches a step. A pipeline is cut by
+    counted operations, whatever run.pipeline.costs: nothing is timed for a plan."""
+    strategy = strategy_of(recipe.run, ranks)
+    stages = _stages(recipe, ranks)
+    replicas = ranks // stages
+    each = number // replicas
+    if strategy != "pipeline":
+        return memory_of(
+            profile,
+            strategy=cast(Strategy, strategy),
+            ranks=replicas,
+            optimiser=recipe.optimiser.name,
+            microbatches=each,
+        )
+    cut = layout.cut(profile, recipe, stages, each)
+    ranks = pipeline_memory(
+        profile,
+        cut,
+        layout.pipe_of(recipe, stages, each),
+        optimiser=recipe.optimiser.name,
+        shards=replicas if recipe.run.pipeline.shard else 1,
+    )
+    return max(ranks, key=lambda one: one.total)
 
 
 def _domains(recipe: TrainRecipe, prepared: Prepared, tokens: int) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from models.errors import Fault, UserError
 from pipelines import lock
 from tests.training import step_examples
 from tests.training.tiny_runs import Place, make_place, recipe, without_times
-from training import loop
+from training import evaluations, loop
 from training.evaluate.held_out import held_out_losses
 from training.metrics import Clock
 from training.objectives import Objective
@@ -143,7 +143,7 @@ def test_signal_cuts_an_evaluation_off(
             _signal()
         return held_out_losses(*arguments, **more)
 
-    monkeypatch.setattr(loop, "held_out_losses", interrupted)
+    monkeypatch.setattr(evaluations, "held_out_losses", interrupted)
     summary = run(place, tmp_path / "run", "model.dropout=0.1")
     step = {1: 5, 2: 8}[evaluation]
     assert (summary["status"], summary["step"], summary["model"]) == ("stopped", step, None)
@@ -191,7 +191,7 @@ def test_goes_on_with_smaller_microbatches(
     """The way out of too little memory; the curve stays what it was."""
     fields = ("run.log_every=1", "evaluation.every=4", "checkpoint.every=4")
     run(place, tmp_path / "whole", *fields)
-    monkeypatch.setattr(loop, "held_out_losses", None)
+    monkeypatch.setattr(evaluations, "held_out_losses", None)
     with pytest.raises(TypeError):  # died in its evaluation
         run(place, tmp_path / "run", *fields)
     monkeypatch.undo()

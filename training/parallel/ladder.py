@@ -320,7 +320,8 @@ def _described(rung: Rung) -> str:
             f"{stages.ranks} ranks x {stages.replicas} side by side, {stages.schedule}, "
             f"bubble {stages.bubble:.0%}{', sharded' * stages.shard}"
         )
-    words.append(f"{rung.microbatches} microbatches of {rung.microbatch} a device")
+    many = "microbatches" if rung.microbatches > 1 else "microbatch"
+    words.append(f"{rung.microbatches} {many} of {rung.microbatch} a device")
     if rung.checkpointing:
         words.append("recomputation")
     return ", ".join(words)

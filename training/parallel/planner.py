@@ -225,7 +225,7 @@ class Climber:
         schedule = schedule_named(asked.schedule)
         per_rank = asked.stages_per_rank or schedule.stages_per_rank[0]
         fitting: list[Way] = []
-        least: list[Way] = []
+        least: tuple[Settings, Pipe, bool] | None = None
         refused = (
             f"no number of stages divides {self.devices.ranks} devices and is at most that of the "
             f"network's units, {units}"
@@ -235,24 +235,31 @@ class Climber:
                 continue
             try:
                 shape = Pipe(ranks, 0, schedule.name, per_rank)
-                found = self._of_stages(first, shape, least)
+                found, least = self._of_stages(first, shape)
             except UserError as error:
                 refused = str(error)
                 continue
             if found is None:
                 continue
+            before = min((way.work for way in fitting), default=None)
             fitting.append(found)
-            if _NEARLY * found.work > fitting[0].work and len(fitting) > 1:
+            if before is not None and _NEARLY * found.work > before:
                 break  # more stages idle more
-        if not fitting and not least:
+        if fitting:
+            return self._told("pipeline", fitting, [])
+        if least is None:
             return self._left_out("pipeline", refused)
-        return self._told("pipeline", fitting, least[-1:])
+        settings, pipe, shard = least
+        way = self.ways.pipeline(settings, self.devices, pipe, shard=shard, capped=False)
+        return self._told("pipeline", [], [way])
 
-    def _of_stages(self, first: Settings, shape: Pipe, least: list[Way]) -> Way | None:
+    def _of_stages(
+        self, first: Settings, shape: Pipe
+    ) -> tuple[Way | None, tuple[Settings, Pipe, bool]]:
         """The best way with so many ranks for a pipeline: without recomputation and shards where
         that fits. A larger microbatch, where it makes the step hardly longer: a device computes it
-        better. Where nothing fits, the least is added to `least`. Raises UserError where the
-        schedule takes no number of microbatches that the batch allows."""
+        better. With it the last that was tried: where nothing fits that needs the least. Raises
+        UserError where the schedule takes no number of microbatches that the batch allows."""
         replicas = self.devices.ranks // shape.ranks
         must_shard = self.recipe.run.pipeline.shard and replicas > 1
         shards = [True] if must_shard else [False, True][: min(replicas, 2)]
@@ -278,13 +285,12 @@ class Climber:
                     break
                 best = way
             if best is not None:
-                return best
+                assert tried is not None
+                return best, tried
         if tried is None:
             assert refused is not None
             raise refused
-        here, pipe, shard = tried
-        least.append(self.ways.pipeline(here, self.devices, pipe, shard=shard, capped=False))
-        return None
+        return None, tried
 
 
 def _divisors(number: int) -> list[int]:

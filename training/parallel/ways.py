@@ -10,17 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import cast
 
+from models.errors import UserError
 from training import microbatches as dealing
 from training.parallel import traffic
-from training.parallel.ladder import Devices, Stages
+from training.parallel.ladder import Devices, Stages, size
 from training.parallel.memory import Strategy, memory_of
 from training.parallel.partition import optimal
 from training.parallel.profile import profile_recipe
-from training.parallel.schedules import rank_of, schedule_named
-from training.parallel.stage_memory import bytes_of
+from training.parallel.rank_memory import pipeline_memory
 from training.parallel.timing import step_time
 from training.parallel.traffic import Traffic
-from training.parallel.units import Cut, Pipe, Profile
+from training.parallel.units import Pipe, Profile
 from training.recipe import TrainRecipe
 
 SHARDED = ("zero1", "zero2", "zero3")
@@ -148,7 +148,6 @@ class Ways:
         states are less than gradients. Raises UserError where no cut fits.
         """
         replicas = devices.ranks // pipe.ranks
-        state = _state(replicas, settings, shard=shard)
         traced = replace(settings, strategy="zero2") if shard else settings
         profile = self.profile(traced)
         speed = devices.speed(settings.precision)
@@ -158,7 +157,8 @@ class Ways:
             pipe,
             bandwidth_bytes_s=between,
             memory_bytes=devices.usable_bytes if capped else None,
-            bytes_per_parameter=sum(state.values()),
+            bytes_per_parameter=_state_bytes(replicas, bf16=settings.bf16, shard=shard),
+            whole_backward=settings.checkpointing or self.recipe.model.family == "albert",
         )
         cut = optimal(timed, pipe)
         timing = step_time(timed, cut, pipe)
@@ -178,8 +178,17 @@ class Ways:
             bounds=cut.bounds,
             bubble=timing.bubble,
         )
-        memory = _fullest(profile, cut, pipe, state)
-        return Way(settings, pipe.microbatches, memory, sent, work, stages=stages)
+        peaks = pipeline_memory(
+            profile,
+            cut,
+            pipe,
+            optimiser=self.recipe.optimiser.name,
+            shards=replicas if shard else 1,
+        )
+        memory = max(peaks, key=lambda one: one.total)
+        if capped and memory.total > devices.usable_bytes:
+            raise UserError(f"a rank would want {size(memory.total)}")
+        return Way(settings, pipe.microbatches, memory.to_json(), sent, work, stages=stages)
 
 
 def _timed(profile: Profile, speed: float | None) -> Profile:
@@ -193,42 +202,12 @@ def _timed(profile: Profile, speed: float | None) -> Profile:
     return replace(profile, units=units)
 
 
-def _state(replicas: int, settings: Settings, *, shard: bool) -> dict[str, float]:
-    """Bytes that a rank of a pipeline holds for each parameter of its stages, by kind.
+def _state_bytes(replicas: int, *, bf16: bool, shard: bool) -> float:
+    """What a rank of a pipeline holds for each parameter of its stages, for the search of a cut.
 
     shard: weights and moments in parts, beside them whole weights and whole gradients (torch's
-    schedules reduce them once, at the end). Under autocast the casts of weights belong to
-    activations, one for each microbatch in flight.
+    schedules reduce them once, at the end).
     """
-    if shard:
-        part = _FLOAT_BYTES / replicas
-        whole = _LOW_BYTES if settings.bf16 else _FLOAT_BYTES
-        return {"weights": part, "copies": whole, "gradients": _FLOAT_BYTES + part,
-                "moments": 2 * part}  # fmt: skip
-    return {"weights": _FLOAT_BYTES, "gradients": _FLOAT_BYTES,
-            "moments": 2 * _FLOAT_BYTES}  # fmt: skip
-
-
-def _fullest(profile: Profile, cut: Cut, pipe: Pipe, state: Mapping[str, float]) -> dict[str, int]:
-    """Memory of the fullest rank by kind; `buffers` are those in which torch receives hidden states
-    and their gradients, one for each microbatch of a step."""
-    peaks = bytes_of(profile, cut, pipe)
-    rank = max(range(pipe.ranks), key=lambda one: peaks[one])
-    schedule = schedule_named(pipe.schedule)
-    own = [one for one in range(cut.stages) if rank_of(schedule, one, pipe.ranks) == rank]
-    buffers = sum(
-        profile.units[end - 1].output_bytes
-        for stage in own
-        for end in (cut.bounds[stage], cut.bounds[stage + 1])
-        if 0 < end < len(profile.units)
-    )
-    units = [unit for stage in own for unit in cut.of(stage)]
-    shared = {name: count for unit in units for name, count in profile.units[unit].shared.items()}
-    alone = sum(
-        profile.units[unit].parameters - sum(profile.units[unit].shared.values()) for unit in units
-    )
-    parameters = alone + sum(shared.values())
-    found = {kind: round(each * parameters) for kind, each in state.items()}
-    found["buffers"] = pipe.microbatches * buffers
-    found["activations"] = peaks[rank] - sum(found.values())
-    return found
+    if not shard:
+        return 4.0 * _FLOAT_BYTES
+    return 4 * _FLOAT_BYTES / replicas + (_LOW_BYTES if bf16 else _FLOAT_BYTES) + _FLOAT_BYTES

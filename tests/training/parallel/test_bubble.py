@@ -12,8 +12,8 @@ from tests.training import forked
 
 def test_two_ranks_and_four_microbatches_take_five_eighths(tmp_path: Path) -> None:
     forked.context()
-    found = bubble(3, tmp_path, start_method="forkserver")
-    # Two stages of 0.12 s, four microbatches: 0.96 s in one process, whatever the machine does.
-    assert found.alone_s == pytest.approx(0.96, rel=0.03)
+    found = bubble(2, tmp_path, start_method="forkserver")
+    # Two stages of 0.18 s, four microbatches: 1.44 s in one process, whatever the machine does.
+    assert found.alone_s == pytest.approx(1.44, rel=0.03)
     assert found.ratio == pytest.approx(found.formula, abs=0.03)
     assert found.formula == 0.625
