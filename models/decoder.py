@@ -36,8 +36,8 @@ SHAPES: dict[str, DecoderShape] = {
     "8b": DecoderShape(4096, layers=32, heads=32, feed_forward=14336, kv_heads=8, tied=False),
     "70b": DecoderShape(8192, layers=80, heads=64, feed_forward=28672, kv_heads=8, tied=False),
 }
-"""The names are true with Gristmill's default vocabulary of 32,000 (120.1 M, 281.8 M, 1.28 B), those
-of the two largest with 128,256: they have the shapes of Llama 3 (Grattafiori et al. 2024).
+"""The names are true with Gristmill's default vocabulary of 32,000 (120.1 M, 281.8 M, 1.28 B);
+those of the two largest with 128,256: they have the shapes of Llama 3 (Grattafiori et al. 2024).
 
 DoReMi's 280M (Xie et al. 2023) has 12 layers of 768 channels, and a vocabulary of 256,000 holds
 70 % of it. With 32,000 the same budget buys layers instead. Heads have 64 channels (from 1.3b on

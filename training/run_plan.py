@@ -142,15 +142,15 @@ def _memory(recipe: TrainRecipe, profile: Profile, ranks: int, number: int) -> M
             optimiser=recipe.optimiser.name,
             microbatches=each,
         )
-    cut = layout.cut(profile, recipe, stages, each)
-    ranks = pipeline_memory(
+    pipe = layout.pipe_of(recipe, stages, each)
+    found = pipeline_memory(
         profile,
-        cut,
-        layout.pipe_of(recipe, stages, each),
+        layout.cut(profile, recipe, pipe),
+        pipe,
         optimiser=recipe.optimiser.name,
         shards=replicas if recipe.run.pipeline.shard else 1,
     )
-    return max(ranks, key=lambda one: one.total)
+    return max(found, key=lambda one: one.total)
 
 
 def _domains(recipe: TrainRecipe, prepared: Prepared, tokens: int) -> list[dict[str, Any]]:
