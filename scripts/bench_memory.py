@@ -44,7 +44,7 @@ CONSTANT_BYTES = 30_000_000
 """What steps of a network of 0.1 M parameters take beside its tensors (28 MB, torch 2.13)."""
 WITHIN = 0.2
 _MICROBATCHES, _STEPS = 2, 2
-_MAPPED = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18), "MALLOC_TRIM_THRESHOLD_": str(1 << 18)}
+MAPPED = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18), "MALLOC_TRIM_THRESHOLD_": str(1 << 18)}
 _PLAIN = ("run.compile=false", "run.precision=fp32")
 _CPU = {
     "albert-small": ("batch.microbatch=16", *_PLAIN),
@@ -150,7 +150,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Measure every case, or with --case one of them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -159,7 +159,7 @@ def main() -> int:
     parser.add_argument("--allocator", choices=("mapped", "glibc", "kept"), default="mapped")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     parser.add_argument("--case", nargs="+", metavar="WORD", help="one recipe and its settings")
-    words = parser.parse_args()
+    words = parser.parse_args(arguments)
     device = torch.device(words.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.error("--device 'cuda', but torch sees no CUDA device: give --device cpu")
@@ -175,7 +175,7 @@ def main() -> int:
             case = [name, *settings, f"run.activation_checkpointing={again}"]
             options = ["--device", words.device, "--allocator", words.allocator]
             command = [sys.executable, "-m", "scripts.bench_memory", *options, "--case", *case]
-            extra = _MAPPED if words.allocator == "mapped" else {}
+            extra = MAPPED if words.allocator == "mapped" else {}
             found = subprocess.run(
                 command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | extra
             )

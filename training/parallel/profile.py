@@ -13,8 +13,6 @@ in them.
 from __future__ import annotations
 
 import contextlib
-import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,11 +32,10 @@ from training.networks import checkpoint_blocks, network_config
 from training.objectives import Objective
 from training.parallel.chain import Chain, Unit, objective_chain
 from training.parallel.live import LiveBytes, Phase
+from training.parallel.unit_times import seconds
 from training.parallel.units import Profile, UnitCost
 from training.recipe import TrainRecipe
 from training.strategy import sharded_blocks
-
-_WARMUPS, _TIMES = 2, 5
 
 
 def profile_recipe(
@@ -68,13 +65,15 @@ def profile_recipe(
         return found
     with torch.random.fork_rng():
         small = objective_chain(_objective(recipe, vocab_size, layers=1).to(device))
-    seconds = {
-        unit.name: times
-        for unit, times in zip(small.units, _timed(small, batch, bf16, device), strict=True)
+    times = {
+        unit.name: time
+        for unit, time in zip(
+            small.units,
+            seconds(small, _shapes(small), batch, bf16=bf16, device=device),
+            strict=True,
+        )
     }
-    return _with_seconds(
-        found, [seconds.get(unit.name, seconds["layer 0"]) for unit in found.units]
-    )
+    return _with_seconds(found, [times.get(unit.name, times["layer 0"]) for unit in found.units])
 
 
 def profile_chain(
@@ -82,13 +81,13 @@ def profile_chain(
 ) -> Profile:
     """The costs of any chain for one microbatch, real (of integers: a batch is small).
 
-    The chain's own weights stay as they are, and are not computed with unless `device` is given,
-    where they must be: then the units are timed there.
+    The chain's own weights stay as they are, and are not computed with unless `device` is given:
+    then the units are timed there.
     """
     cost = _traced(chain, batch, bf16=bf16)
     if device is None:
         return cost
-    return _with_seconds(cost, _timed(chain, batch, bf16, device))
+    return _with_seconds(cost, seconds(chain, _shapes(chain), batch, bf16=bf16, device=device))
 
 
 def worst_batch(recipe: TrainRecipe, examples: int) -> Batch:
@@ -320,6 +319,10 @@ def _shape(unit: Unit) -> object:
     )
 
 
+def _shapes(chain: Chain) -> list[object]:
+    return [_shape(unit) for unit in chain.units]
+
+
 def _modules(chain: Chain) -> list[nn.Module]:
     held = [module for unit in chain.units for _, module in unit.modules]
     return [*held, *(module for _, module in chain.common)]
@@ -364,58 +367,9 @@ def _fake(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
     return found
 
 
-def _with_seconds(profile: Profile, seconds: Sequence[tuple[float, float]]) -> Profile:
+def _with_seconds(profile: Profile, times: Sequence[tuple[float, float]]) -> Profile:
     units = tuple(
         replace(unit, forward_s=forward_s, backward_s=backward_s)
-        for unit, (forward_s, backward_s) in zip(profile.units, seconds, strict=True)
+        for unit, (forward_s, backward_s) in zip(profile.units, times, strict=True)
     )
     return replace(profile, units=units, source="measured")
-
-
-def _timed(
-    chain: Chain, batch: Batch, bf16: bool, device: torch.device
-) -> list[tuple[float, float]]:
-    """Seconds of the forward and the backward pass of each unit; equal units are timed once."""
-    inputs = {name: tensor.to(device) for name, tensor in batch.items()}
-    found: dict[object, tuple[float, float]] = {}
-    times = []
-    with torch.random.fork_rng():
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16):
-            side = chain.side(dict(inputs))
-        hidden = inputs[chain.input]
-        for unit in chain.units:
-            shape = _shape(unit)
-            if shape not in found:
-                found[shape], hidden = _unit_seconds(unit, hidden, side, bf16, device)
-            times.append(found[shape])
-    return times
-
-
-def _unit_seconds(
-    unit: Unit, hidden: Tensor, side: dict[str, Any], bf16: bool, device: torch.device
-) -> tuple[tuple[float, float], Tensor]:
-    """Median seconds forward and backward, and what the unit gave."""
-    wanted: list[Tensor] = [
-        one for _, module in unit.modules for one in module.parameters() if one.requires_grad
-    ]
-    if hidden.is_floating_point():
-        hidden = hidden.detach().requires_grad_()
-        wanted = [hidden, *wanted]
-    forward_s, backward_s = [], []
-    for _ in range(_WARMUPS + _TIMES):
-        begin_s = _now(device)
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16):
-            output = unit.run(hidden, side)
-        middle_s = _now(device)
-        if wanted:
-            torch.autograd.grad(output, wanted, torch.ones_like(output), allow_unused=True)
-        forward_s.append(middle_s - begin_s)
-        backward_s.append(_now(device) - middle_s)
-    medians = statistics.median(forward_s[_WARMUPS:]), statistics.median(backward_s[_WARMUPS:])
-    return medians, output.detach()
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
