@@ -83,7 +83,9 @@ def deepspeed(work: Path) -> Part:
     python = parallel_peer.installed(place)
     ours = {
         name: cut
-        for name, cut in parallel_cuts.cuts(_PEER_MODEL).items()
+        for name, cut in parallel_cuts.cuts(
+            parallel_cuts.profiled(_PEER_MODEL), parallel_cuts.pipe()
+        ).items()
         if isinstance(cut, Cut) and name in (parallel_tables.UNIFORM, parallel_tables.OPTIMAL)
     }
     cases = [Case(_PEER_MODEL, cut.bounds, MICROBATCHES, optimiser=True) for cut in ours.values()]

@@ -27,14 +27,24 @@ class Rest:
 
     def __init__(self) -> None:
         self.late_s = 0.0
+        self._end_s = 0.0
+        self._last: tuple[str, int] | None = None
 
-    def take(self, seconds: float) -> None:
-        """Sleep so long, less what has been too much."""
+    def take(self, seconds: float, kind: str, unit: int) -> None:
+        """Sleep so long, less what has been too much.
+
+        kind: 'F' or 'B', which of its passes `unit` is in. Where the unit before it in that
+        pass came last, what torch did in between is a part of this one's time.
+        """
         begin_s = time.perf_counter()
+        if self._last == (kind, unit - 1 if kind == "F" else unit + 1):
+            self.late_s += begin_s - self._end_s
         wanted_s = seconds - self.late_s
         if wanted_s > 0:
             time.sleep(wanted_s)
-        self.late_s = time.perf_counter() - begin_s - wanted_s
+        self._end_s = time.perf_counter()
+        self.late_s = self._end_s - begin_s - wanted_s
+        self._last = kind, unit
 
 
 _REST = Rest()
@@ -42,28 +52,29 @@ _REST = Rest()
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, forward_s: float, backward_s: float) -> Tensor:
-        ctx.backward_s = backward_s
-        _REST.take(forward_s)
+    def forward(ctx: Any, hidden: Tensor, forward_s: float, backward_s: float, unit: int) -> Tensor:
+        ctx.backward_s, ctx.unit = backward_s, unit
+        _REST.take(forward_s, "F", unit)
         return hidden.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        _REST.take(ctx.backward_s)
-        return gradient, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        _REST.take(ctx.backward_s, "B", ctx.unit)
+        return gradient, None, None, None
 
 
 class Sleeper(nn.Module):
     """Takes time; gives its input times its one weight, 1."""
 
-    def __init__(self, forward_s: float, backward_s: float) -> None:
+    def __init__(self, forward_s: float, backward_s: float, unit: int) -> None:
+        """unit: its number in the chain."""
         super().__init__()
-        self.forward_s, self.backward_s = forward_s, backward_s
+        self.forward_s, self.backward_s, self.unit = forward_s, backward_s, unit
         self.weight = nn.Parameter(torch.ones(()))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """A tensor of the same shape."""
-        given = hidden * self.weight, self.forward_s, self.backward_s
+        given = hidden * self.weight, self.forward_s, self.backward_s, self.unit
         found: Tensor = _Sleep.apply(*given)  # type: ignore[no-untyped-call]
         return found
 
@@ -71,7 +82,12 @@ class Sleeper(nn.Module):
 def sleeping_chain(profile: Profile) -> Chain:
     """A chain whose units take the times of the profile."""
     return module_chain(
-        nn.Sequential(*(Sleeper(unit.forward_s, unit.backward_s) for unit in profile.units))
+        nn.Sequential(
+            *(
+                Sleeper(unit.forward_s, unit.backward_s, number)
+                for number, unit in enumerate(profile.units)
+            )
+        )
     )
 
 

@@ -17,7 +17,7 @@ import torch
 
 from models.errors import UserError
 from scripts.parallel_chains import real_batch, real_chain, scaled
-from scripts.parallel_ranks import Case, Measured, measure
+from scripts.parallel_ranks import Case, Measured, awake, in_ranks, latency, measure
 from training.host_memory import keep_freed_memory
 from training.parallel import partition, timing, tree
 from training.parallel.chain import run_chain
@@ -25,11 +25,11 @@ from training.parallel.profile import profile_chain
 from training.parallel.units import Cut, Pipe, Profile, UnitCost
 
 RANKS, MICROBATCHES = 2, 8
-STEP_S = 1.0
+STEP_S = 2.0
 """What the best cut's step takes by the prediction, with units that sleep: long beside what torch
 and gloo take themselves, 15 to 40 ms."""
 BUBBLE_MICROBATCHES = 4
-_BUBBLE_FORWARD_S, _BUBBLE_BACKWARD_S = 0.06, 0.12
+_BUBBLE_FORWARD_S, _BUBBLE_BACKWARD_S = 0.1, 0.2
 _MAKERS: dict[str, Callable[[Profile, Pipe], Cut]] = {
     "uniform": partition.uniform,
     "tree, speed": lambda profile, pipe: _tree(profile, pipe, "speed"),
@@ -75,9 +75,15 @@ class Bubble:
         return (self.microbatches + self.ranks - 1) / (self.microbatches * self.ranks)
 
 
-def pipe() -> Pipe:
-    """What all cuts are judged by; gloo on one machine: transfers take next to no time."""
-    return Pipe(RANKS, MICROBATCHES)
+def pipe(latency_s: float = 0.0) -> Pipe:
+    """What cuts are judged by. latency_s: of a transfer; its bytes take next to no time here."""
+    return Pipe(RANKS, MICROBATCHES, latency_s=latency_s)
+
+
+def resting_latency(work: Path) -> float:
+    """Of a transfer by ranks that have rested, as those whose units sleep."""
+    with awake():
+        return float(in_ranks(latency, (), RANKS, work, urgent=True))
 
 
 @lru_cache
@@ -97,12 +103,12 @@ def loss_alone(model: str) -> float:
     return sum(map(float, losses)) / MICROBATCHES
 
 
-def cuts(model: str) -> dict[str, Cut | str]:
+def cuts(profile: Profile, pipe: Pipe) -> dict[str, Cut | str]:
     """Of one model by name; a line instead of a cut where there is none."""
     found: dict[str, Cut | str] = {}
     for name, make in _MAKERS.items():
         try:
-            found[name] = make(profiled(model), pipe())
+            found[name] = make(profile, pipe)
         except UserError as error:
             found[name] = str(error)
     return found
@@ -128,7 +134,8 @@ def rows(models: Sequence[str], units: str, steps: int, work: Path) -> list[CutR
         model: sleeping_profile(model) if units == "sleep" else profiled(model) for model in models
     }
     given = profiles if units == "sleep" else {}
-    found = {model: cuts(model) for model in models}
+    judged = pipe(resting_latency(work) if units == "sleep" else 0.0)
+    found = {model: cuts(profiles[model], judged) for model in models}
     keys = [
         (model, cut.bounds)
         for model in models
@@ -147,7 +154,7 @@ def rows(models: Sequence[str], units: str, steps: int, work: Path) -> list[CutR
             if isinstance(cut, str):
                 made.append(CutRow(model, units, name, failed=cut))
                 continue
-            expected = timing.step_time(profiles[model], cut, pipe())
+            expected = timing.step_time(profiles[model], cut, judged)
             figure = measured[model, cut.bounds]
             made.append(
                 CutRow(model, units, name, cut.bounds, expected.stage_s, expected.step_s, figure)

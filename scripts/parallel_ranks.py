@@ -12,8 +12,10 @@ import json
 import os
 import socket
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -80,9 +82,11 @@ def measure(
 ) -> list[Measured]:
     """Each case on `ranks` processes of this machine, `steps` timed steps each, in turn."""
     urgent = all(case.profile is not None for case in cases)
-    found = in_ranks(
-        timed_cases, (tuple(cases), steps), ranks, work, urgent=urgent, start_method=start_method
-    )
+    with awake() if urgent else contextlib.nullcontext():
+        found = in_ranks(
+            timed_cases, (tuple(cases), steps), ranks, work, urgent=urgent,
+            start_method=start_method,
+        )  # fmt: skip
     return [Measured(**one) for one in found]
 
 
@@ -146,6 +150,57 @@ def timed_cases(cases: Sequence[Case], steps: int) -> list[dict[str, float]]:
         asdict(Measured(min(one), statistics.median(one), loss))
         for one, loss in zip(seconds, losses, strict=True)
     ]
+
+
+@contextlib.contextmanager
+def awake() -> Iterator[None]:
+    """Keep the cores from falling asleep, in the block, by work that gives way to all other.
+
+    A core of a virtual machine that has been idle for some milliseconds takes several to come
+    back: each microbatch would pay for that at each rank, and devices at work do not.
+    """
+    spinners = [
+        subprocess.Popen([sys.executable, "-c", _SPIN, str(os.getpid())])
+        for _ in os.sched_getaffinity(0)
+    ]
+    try:
+        yield
+    finally:
+        for spinner in spinners:
+            spinner.kill()
+            spinner.wait()
+
+
+_SPIN = """
+import os, sys
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+while os.getppid() == int(sys.argv[1]):
+    sum(range(100000))
+"""
+
+
+def latency(pauses: int = 30, pause_s: float = 0.02) -> float:
+    """Seconds that a number takes from one rank to another that waits for it, on every rank.
+
+    The sender has rested before, as with units that sleep: the median of some there and backs.
+    """
+    number, took = torch.zeros(1), []
+    first, second = dist.get_rank() == 0, dist.get_rank() == 1
+    for _ in range(pauses):
+        dist.barrier()
+        begin_s = time.perf_counter()
+        if first:
+            time.sleep(pause_s)
+            dist.send(number, 1)
+            dist.recv(number, 1)
+        elif second:
+            dist.recv(number, 0)
+            time.sleep(pause_s)
+            dist.send(number, 0)
+        took.append((time.perf_counter() - begin_s - 2 * pause_s) / 2)
+    found = torch.tensor(statistics.median(took), dtype=torch.float64)
+    dist.broadcast(found, 0)
+    return max(0.0, float(found))
 
 
 def timed(step: Callable[[], object]) -> float:

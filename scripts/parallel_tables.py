@@ -83,6 +83,9 @@ def cut_targets(rows: Sequence[CutRow], losses: Mapping[str, float]) -> list[str
         off = max(abs(row.measured.least_s / row.predicted_s - 1) for row in asleep if row.measured)
         text = f"largest difference from the prediction {off:.1%} ({_PREDICTED_WITHIN:.0%})"
         lines.append(target(off <= _PREDICTED_WITHIN, text))
+    for row in rows:
+        if row.units == "sleep" and row.failed:
+            lines.append(f"- not compared: {row.model}: no cut by {row.cut}: {row.failed}")
     differences = [
         abs(row.measured.loss / losses[row.model] - 1)
         for row in rows

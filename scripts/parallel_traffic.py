@@ -26,19 +26,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from scripts.bench_peers import RunFailed
 from scripts.parallel_chains import real_batch, real_chain
-from scripts.parallel_models import LENGTH, MICROBATCH, SHAPES, build, mean_loss, tokens
+from scripts.parallel_models import SHAPES, build, mean_loss, tokens
 from scripts.parallel_ranks import in_ranks
 from training.parallel.pipeline import Pipeline
+from training.parallel.profile import profile_chain
 from training.parallel.schedules import SCHEDULES
-from training.parallel.traffic import all_gather, all_reduce
-from training.parallel.units import Cut
+from training.parallel.traffic import by_rank, data_parallel
+from training.parallel.units import Cut, Pipe
 
 RANKS = 4
 MICROBATCHES = 4
 """Of the global batch; a rank of data parallel takes one in a step, a pipeline of 2 x 2 two."""
 _WARMUP_STEPS, _STEPS = 2, 4
-_FLOAT_BYTES = 4
 _MODEL = "T"
+_STRATEGIES = {"DDP": "ddp", "FSDP2, no reshard": "zero1", "FSDP2, reshard": "zero3"}
+"""As `parallel.traffic` knows them, with one microbatch a step."""
+_STAGES = {"pipeline of 4": 4, "DDP 2 x pipeline of 2": 2}
 _CUTS = {4: (0, 3, 5, 7, 10), 2: (0, 5, 10)}
 """By stages."""
 
@@ -79,29 +82,33 @@ def received_bytes(table: str, interface: str = "lo") -> int:
 
 
 def expected(method: str) -> tuple[str, int, int]:
-    """Formula of a method, and its bytes over all ranks: with rings, and as gloo does it."""
-    network = build(SHAPES[_MODEL])
-    weights = _FLOAT_BYTES * sum(one.numel() for one in network.parameters())
-    blocks = _FLOAT_BYTES * sum(
-        one.numel() for block in list(network)[1:-1] for one in block.parameters()
+    """Formula of a method, and its bytes over all ranks by what `gristmill plan` reckons with:
+    with rings, and as gloo does it, whose reduce-scatter sends what an all-reduce does."""
+    profile = profile_chain(real_chain(_MODEL), real_batch(_MODEL, 0))
+    if method in _STAGES:
+        stages = _STAGES[method]
+        replicas = RANKS // stages
+        found = by_rank(
+            profile,
+            Cut(_CUTS[stages]),
+            Pipe(stages, MICROBATCHES // replicas),
+            replicas=replicas,
+            shard=False,
+            bf16=False,
+        )
+        sent = replicas * sum(one.total for one in found)
+        return f"sum over ranks of {found[0].formula}", sent, sent
+    strategy = _STRATEGIES[method]
+    one = data_parallel(
+        strategy,
+        profile.parameters(0, len(profile.units)),
+        sum(unit.parameters for unit in profile.units[1:-1]),
+        ranks=RANKS,
+        microbatches=1,
+        bf16=False,
     )
-    tokens_held = MICROBATCHES * MICROBATCH * LENGTH
-    hidden = _FLOAT_BYTES * tokens_held * SHAPES[_MODEL].blocks[0][1]
-    summed, gathered = RANKS * all_reduce(weights, RANKS), RANKS * all_gather(weights, RANKS)
-    again = RANKS * all_gather(blocks, RANKS)
-    if method == "DDP":
-        return "2 (n-1) P", summed, summed
-    if method == "FSDP2, no reshard":
-        return "2 (n-1) P", 2 * gathered, gathered + summed
-    if method == "FSDP2, reshard":
-        found = 2 * gathered + again
-        return "(n-1) (2 P + blocks)", found, found - gathered + summed
-    if method == "pipeline of 4":
-        sent = 2 * (RANKS - 1) * hidden
-        return "2 (p-1) A", sent, sent
-    replicas = RANKS // 2
-    both = replicas * all_reduce(weights, replicas) + 2 * hidden
-    return "2 (n-1) P + 2 (p-1) A", both, both
+    scattered = 0 if strategy == "ddp" else one.gradients
+    return f"n x {one.formula}", RANKS * one.total, RANKS * (one.total + scattered)
 
 
 def counted(method: str) -> float:

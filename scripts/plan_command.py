@@ -26,14 +26,16 @@ _NUMBER = re.compile(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)")
 def plan(arguments: argparse.Namespace) -> int:
     """Run the verb. 0 also when nothing fits: that is an answer."""
     recipe = load_recipe(arguments.recipe, list(arguments.set))
-    devices = devices_of(arguments)
+    devices = devices_of(arguments, recipe.run.precision)
     vocab_size = arguments.vocab_size or _vocab_size(recipe)
     from training.parallel.planner import climb  # noqa: PLC0415
 
     ladder = climb(recipe, devices, vocab_size)
     words = [arguments.recipe]
+    stages = ladder.chosen is not None and ladder.chosen.stages is not None
     for override in arguments.set:
-        words += ["--set", override]
+        if stages or not override.startswith("run.pipeline."):  # which other strategies refuse
+            words += ["--set", override]
     command = ladder.command(words)
     if arguments.json:
         print(json.dumps(ladder.to_json() | {"command": command}))
@@ -44,8 +46,9 @@ def plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def devices_of(arguments: argparse.Namespace) -> Devices:
-    """The devices that the command line tells of. Raises UserError."""
+def devices_of(arguments: argparse.Namespace, precision: str = "bf16") -> Devices:
+    """The devices that the command line tells of. precision: the recipe's, which a single --peak
+    is for. Raises UserError."""
     nodes, per_node = _counts(arguments.devices)
     inside = between = None
     if arguments.bandwidth is not None:
@@ -62,7 +65,7 @@ def devices_of(arguments: argparse.Namespace) -> Devices:
             f"--bandwidth-between '{arguments.bandwidth_between}' alone: give --bandwidth too, "
             "that inside a node"
         )
-    name, bf16, fp32 = _peaks(arguments.device, arguments.peak)
+    name, bf16, fp32 = _peaks(arguments.device, arguments.peak, precision)
     efficiency = 0.4
     if arguments.efficiency is not None:
         efficiency = _number("--efficiency", arguments.efficiency)
@@ -71,7 +74,7 @@ def devices_of(arguments: argparse.Namespace) -> Devices:
                 f"--efficiency '{arguments.efficiency}' is no share of the peak: give a number "
                 "above 0 and up to 1, as 0.4"
             )
-        if bf16 is None:
+        if bf16 is None and fp32 is None:
             raise UserError(
                 f"--efficiency '{arguments.efficiency}' of what? give --device or --peak too"
             )
@@ -121,15 +124,22 @@ def _counts(text: str) -> tuple[int, int]:
     return int(match[1] or 1), int(match[2])
 
 
-def _peaks(device: str | None, peak: str | None) -> tuple[str | None, float | None, float | None]:
-    """Name and peaks for bf16 and fp32 in FLOP/s."""
+def _peaks(
+    device: str | None, peak: str | None, precision: str
+) -> tuple[str | None, float | None, float | None]:
+    """Name and peaks for bf16 and fp32 in FLOP/s; a single --peak is that for `precision`."""
     if device is not None and peak is not None:
         raise UserError(f"--device '{device}' and --peak '{peak}': give one of the two")
     if peak is not None:
-        value = _number("--peak", peak)
-        if value <= 0:
-            raise UserError(f"--peak '{peak}' is no speed: give FLOP/s, as 312e12")
-        return None, value, value
+        values = [_number("--peak", text) for text in peak.split(",")]
+        if min(values) <= 0 or len(values) > 2:
+            raise UserError(
+                f"--peak '{peak}' is no speed: give FLOP/s in the recipe's precision (312e12), or "
+                "in bf16 and in fp32, as 312e12,19.5e12"
+            )
+        if len(values) == 2:
+            return None, values[0], values[1]
+        return None, *((values[0], None) if precision == "bf16" else (None, values[0]))
     if device is None:
         return None, None, None
     known = {one.name.upper(): one for one in peaks()}

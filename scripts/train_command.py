@@ -24,10 +24,10 @@ def train(arguments: argparse.Namespace) -> int:
         return _dry_run(recipe, ranks or arguments.processes or 1, as_json=arguments.json)
     if arguments.processes and arguments.processes > 1:
         from training.launch import launch  # noqa: PLC0415
-        from training.prepare import prepare, strategy_of  # noqa: PLC0415
+        from training.prepare import check_pipeline, prepare  # noqa: PLC0415
 
         prepare(recipe)  # a mistake is told once, before any rank starts
-        strategy_of(recipe.run, arguments.processes)
+        check_pipeline(recipe, arguments.processes)
         return launch(_for_ranks(arguments), arguments.processes)
     from training.loop import train as run_training  # noqa: PLC0415
 
@@ -59,9 +59,10 @@ def _for_ranks(arguments: argparse.Namespace) -> list[str]:
 
 def _dry_run(recipe: TrainRecipe, ranks: int, *, as_json: bool) -> int:
     """Print the recipe and what the run would be; write nothing."""
-    from training.prepare import prepare  # noqa: PLC0415
+    from training.prepare import check_pipeline, prepare  # noqa: PLC0415
     from training.run_plan import make_plan  # noqa: PLC0415
 
+    check_pipeline(recipe, ranks)
     plan = make_plan(recipe, prepare(recipe), ranks)
     settings = recipe.model_dump(mode="json")
     if as_json:

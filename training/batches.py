@@ -52,8 +52,11 @@ def collate(examples: Sequence[Example], length: int | None = None) -> Batch:
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def blank(family: str, length: int) -> Batch:
-    """A batch of one example without a label, for a rank that has no other; its gradient is 0."""
+def blank(family: str, length: int, *, positions: bool = False) -> Batch:
+    """A batch of one example without a label, for a rank that has no other; its gradient is 0.
+
+    positions: whether a causal one has `position_ids`, as packed documents do.
+    """
     ids = np.array([CLS_ID, SEP_ID, SEP_ID], dtype=np.int32)
     if family == "albert":
         arrays = {
@@ -65,6 +68,8 @@ def blank(family: str, length: int) -> Batch:
     else:
         tokens = np.resize(ids, length)
         arrays = {"input_ids": tokens, "document_ids": np.zeros_like(tokens)}
+        if positions:
+            arrays["position_ids"] = np.arange(length, dtype=np.int32)
     batch = collate([Example(0, 0, arrays)])
     for name in ("labels", "sentence_order_label"):
         if name in batch:
@@ -72,19 +77,21 @@ def blank(family: str, length: int) -> Batch:
     return batch
 
 
-def filled(batch: Batch, family: str, examples: int, length: int) -> Batch:
+def filled(
+    batch: Batch, family: str, examples: int, length: int, *, positions: bool = False
+) -> Batch:
     """`batch` in one shape: blank examples up to `examples`, padding up to `length` tokens.
 
-    Neither adds to a loss or a gradient.
+    Neither adds to a loss or a gradient. positions: whether the causal batches of the run have
+    `position_ids`: one that is only a blank example gets them too.
     """
-    device = batch["input_ids"].device
-    more = blank(family, length)
-    more["position_ids"] = torch.arange(length)[None]
-    missing = examples - len(batch["input_ids"])
+    device, rows = batch["input_ids"].device, len(batch["input_ids"])
+    more = blank(family, length, positions=positions or "position_ids" in batch)
     found = {}
-    for name, tensor in batch.items():
-        parts = [tensor, *[more[name].to(device)] * missing]
-        if tensor.ndim > 1:
+    for name, row in more.items():
+        blanks = [row.to(device)] * examples
+        parts = [batch[name], *blanks[rows:]] if name in batch else blanks
+        if row.ndim > 1:
             parts = [_wide(part, name, length) for part in parts]
         found[name] = torch.cat(parts)
     return found

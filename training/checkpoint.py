@@ -118,14 +118,20 @@ def load(
     return dict(read_state(path)["state"])
 
 
-def whole_network(directory: str | os.PathLike[str]) -> Any:
-    """The network of a run's newest checkpoint, on rank 0's CPU; None on the others.
+def whole_network(directory: str | os.PathLike[str], step: int) -> Any:
+    """The network of a run's newest checkpoint, that of `step`, on rank 0's CPU; None on the
+    others.
 
-    All ranks call it. Raises UserError, Fault.
+    All ranks call it. Raises UserError; Fault where the newest sound one is of another step.
     """
     found = latest(directory)
-    if found is None:
-        raise Fault(f"'{directory}' holds no checkpoint")
+    there = None if found is None else read_state(found)["step"]
+    if found is None or there != step:
+        newest = "there is none" if there is None else f"the newest sound one is of step {there}"
+        raise Fault(
+            f"the checkpoint of step {step} in '{directory}' cannot be used: {newest}: run the "
+            "same command again to go on from there"
+        )
     whole: list[Any] = [None]
 
     def build() -> None:

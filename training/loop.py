@@ -8,7 +8,9 @@ and moves the weights by the gradient of
 so padding, uneven microbatches and ranks with fewer examples change nothing. (Another loss, as
 that of DoReMi's proxy, comes in as a `training.learning.Learning`.) The same recipe and
 data give the same curve on any number of ranks, up to the rounding of sums (with dropout: for
-every number of ranks that divides the microbatches of a step, see `training.microbatches`). On one
+every number of ranks that divides the microbatches of a step, see `training.microbatches`; the
+masks of a pipeline are others than those of the other strategies, and the same for every cut and
+number of stages). On one
 machine, on a CPU with one thread a process, the curve is the same bit for bit. What breaks that:
 more threads, or another number of them; CUDA (attention's backward pass and embeddings add up in
 any order); another version of torch.
@@ -45,7 +47,7 @@ from training.networks import build_network
 from training.objectives import Objective
 from training.optimisers import build_optimiser
 from training.pipelined import Pipelined
-from training.prepare import Prepared, prepare
+from training.prepare import Prepared, check_pipeline, prepare
 from training.recipe import TrainRecipe
 from training.run_folder import MODEL_FOLDER
 from training.sampler import ExampleStream, merge_states
@@ -75,6 +77,7 @@ def train(
     prepared = learning.prepared(recipe, prepare(recipe))
     directory = recipe.output.directory
     with placed(recipe.run) as place, StopRequest() as stop, run_folder.held(directory):
+        check_pipeline(recipe, place.ranks)
         if restart:
             named = (recipe.model.tokenizer, recipe.model.init, recipe.data.weights_file)
             inputs = [*filter(None, named), *learning.inputs]
@@ -130,6 +133,10 @@ class _Run:
     def run(self) -> dict[str, Any]:
         """Everything between the recipe and the summary."""
         recipe, place = self.recipe, self.place
+        self.newest = checkpoint.latest(self.directory)
+        if self.newest is not None:  # before anything is taken from another run's
+            saved = checkpoint.read_state(self.newest)["state"]["identity"]
+            identity.check(saved, self.prepared.identity, str(self.directory))
         network = build_network(recipe, self.prepared.vocab_size)
         self.parameters = sum(parameter.numel() for parameter in network.parameters())
         self.clock = Clock(
@@ -140,7 +147,6 @@ class _Run:
             self.steps,
         )
         self.config = network.config
-        self.newest = checkpoint.latest(self.directory)
         self.parallel = placing.put(
             Objective(network), place, recipe, passes=self.microbatches, newest=self.newest
         )
@@ -183,8 +189,6 @@ class _Run:
         newest = self.newest
         if newest is None:
             return 0, None, {}
-        saved = checkpoint.read_state(newest)["state"]["identity"]
-        identity.check(saved, self.prepared.identity, str(self.directory))
         state = checkpoint.load(newest, objective=self.objective, optimiser=self.optimiser)
         self.counters, self.pages = Counters(**state["counters"]), state["pages"]
         if self.place.first:
@@ -353,7 +357,7 @@ class _Run:
         network = self.objective.network
         if isinstance(self.parallel, Pipelined):
             # In parts here, whole in the checkpoint of the last step.
-            network = checkpoint.whole_network(self.directory)
+            network = checkpoint.whole_network(self.directory, done)
         export(
             network,
             recipe.model.tokenizer,

@@ -115,8 +115,11 @@ def gradients(
     That loss is the sum over terms of (sum of the losses of all labels / labels in the global
     batch); with `weigh`, the sum of all examples' losses times their weights. dealt, batches: this
     rank's microbatches, as `deal` gives them and as tensors on its device, at least one, as many
-    on each rank. window: empty; what is seen is added to it.
+    on each rank. window: empty; what is seen is added to it. Raises ValueError for `weigh` with a
+    pipeline, whose first ranks do not have the losses that it weighs.
     """
+    if weigh is not None and isinstance(parallel, Pipelined):
+        raise ValueError("a pipeline cannot weigh examples by their losses")
     place = parallel.place
     counts = torch.stack([Objective.counts(batch).cpu() for batch in batches]).sum(0)
     tokens = sum(example.arrays["input_ids"].size for part in dealt for example in part)

@@ -37,8 +37,9 @@ def build_optimiser(recipe: Optimiser, network: nn.Module) -> torch.optim.Optimi
     groups = parameter_groups(network, recipe.weight_decay)
     if recipe.name == "adamw":
         return torch.optim.AdamW(
-            groups, lr=recipe.learning_rate, betas=recipe.betas, eps=recipe.epsilon, fused=True
-        )
+            _by_kind(groups),
+            lr=recipe.learning_rate, betas=recipe.betas, eps=recipe.epsilon, fused=True,
+        )  # fmt: skip
     groups[1]["layer_adaptation"] = False
     return Lamb(
         groups,
@@ -47,6 +48,21 @@ def build_optimiser(recipe: Optimiser, network: nn.Module) -> torch.optim.Optimi
         eps=recipe.epsilon,
         max_trust_weight_norm=recipe.max_trust_weight_norm,
     )
+
+
+def _by_kind(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Groups of parameters of one kind each, plain or sharded.
+
+    Fused steps take a group as one and refuse both kinds in it; in a sharded pipeline what stages
+    of one rank share is plain (`training.parallel.replicas`).
+    """
+    found = []
+    for group in groups:
+        sharded = [one for one in group["params"] if isinstance(one, DTensor)]
+        plain = [one for one in group["params"] if not isinstance(one, DTensor)]
+        parts = [part for part in (plain, sharded) if part] or [[]]
+        found += [{**group, "params": part} for part in parts]
+    return found
 
 
 class Lamb(torch.optim.Optimizer):

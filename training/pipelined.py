@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
-from training import batches
+from training import batches, checkpoint_tensors
 from training.batches import Batch
 from training.objectives import Losses, Objective
-from training.parallel import layout
+from training.parallel import device_memory, layout
 from training.parallel.chain import objective_chain, unpacked
 from training.parallel.pipeline import Pipeline
 from training.parallel.schedules import SCHEDULES, rank_of
@@ -81,6 +81,7 @@ class Pipelined:
         run = recipe.run
         self.place, self.run = place, run
         self.family, self.length = recipe.model.family, recipe.examples.sequence_length
+        self.positions = not recipe.examples.cross_document_attention
         self.microbatches, self.rows = microbatches, rows
         settings = run.pipeline
         schedule = SCHEDULES[settings.schedule]
@@ -89,15 +90,20 @@ class Pipelined:
         terms, network = objective.terms, objective.network
         chain = objective_chain(objective)
         layout.pipe_of(recipe, place.copies, microbatches)  # refuses what cannot be
-        names = frozenset(chain.parameter_names().values())
-        self.layout = layout.key(recipe, place.copies, microbatches)
+        names = frozenset(checkpoint_tensors.plain_tensors(objective))
+        self.layout = layout.key(
+            recipe, place.copies, microbatches, rows=rows, copies=place.data_ranks
+        )
         self.table = ""
         """The cut for a person, where it was chosen anew."""
         if saved and saved["layout"] == self.layout:
             self.cut = Cut(tuple(saved["bounds"]))
         else:
+            usable = device_memory.usable_bytes(place, recipe)
             self.cut, self.table = on_first(
-                lambda: layout.choose(chain, recipe, place, microbatches, rows),
+                lambda: layout.choose(
+                    chain, recipe, place, microbatches, rows, usable_bytes=usable
+                ),
                 "cannot cut the network into stages",
             )
         mesh = init_device_mesh(
@@ -129,7 +135,7 @@ class Pipelined:
         found: this pipeline's microbatches. by_label: (terms, 1), the weights of the losses.
         """
         outputs = self.pipeline.step(
-            [batches.filled(batch, self.family, self.rows, self.length) for batch in found],
+            [self._filled(batch, self.rows) for batch in found],
             lambda output, _: (unpacked(output).sums * by_label).sum(),
             seed=seed,
             step=step,
@@ -146,7 +152,7 @@ class Pipelined:
         passed = []
         for start in range(0, examples, at_once):
             part = {name: tensor[start : start + at_once] for name, tensor in batch.items()}
-            full = batches.filled(part, self.family, at_once, self.length)
+            full = self._filled(part, at_once)
             outputs = self.pipeline.forward(
                 [
                     {name: tensor[first : first + self.rows] for name, tensor in full.items()}
@@ -164,6 +170,10 @@ class Pipelined:
     def saved(self) -> dict[str, Any]:
         """What a checkpoint keeps so that a run that goes on rounds as one that was not stopped."""
         return {"pipeline": {"layout": self.layout, "bounds": list(self.cut.bounds)}}
+
+    def _filled(self, batch: Batch, examples: int) -> Batch:
+        """`batch` in the shape of all batches of the run."""
+        return batches.filled(batch, self.family, examples, self.length, positions=self.positions)
 
     def _reported(self, outputs: Sequence[Tensor] | None) -> Tensor:
         """Packed losses of all microbatches, (microbatches, rows, 3 x terms), on the pipeline's

@@ -18,7 +18,7 @@ from training import identity
 from training.domains import Corpus, load_corpus, mixture
 from training.examples import ExampleBuilder, make_builder
 from training.folders import local
-from training.recipe import Run, TrainRecipe
+from training.recipe import Pipeline, Run, TrainRecipe
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,14 @@ def prepare(recipe: TrainRecipe) -> Prepared:
 
 def strategy_of(run: Run, ranks: int) -> str:
     """The strategy that `ranks` processes use. Raises UserError."""
+    if run.strategy not in ("auto", "pipeline") and run.pipeline != Pipeline():
+        name, value = next(
+            (name, value) for name, value in run.pipeline if value != getattr(Pipeline(), name)
+        )
+        raise UserError(
+            f"run.pipeline.{name} = '{value}' with run.strategy = '{run.strategy}', which has no "
+            "stages: set run.strategy=pipeline, or leave run.pipeline as it is"
+        )
     if run.strategy == "auto":
         return "single" if ranks == 1 else "ddp"
     if run.strategy == "single" and ranks > 1:
@@ -91,7 +99,39 @@ def pipeline_ranks(run: Run, ranks: int) -> int:
     if ranks % asked:
         valid = ", ".join(str(one) for one in range(2, ranks + 1) if ranks % one == 0)
         raise UserError(
-            f"run.pipeline.ranks = '{asked}' does not divide the {ranks} processes: "
-            f"choose {valid}"
+            f"run.pipeline.ranks = '{asked}' does not divide the {ranks} processes: choose {valid}"
+        )
+    if run.pipeline.shard and asked == ranks:
+        fewer = [str(one) for one in range(2, ranks) if ranks % one == 0]
+        more = f"run.pipeline.ranks to {' or '.join(fewer)}" if fewer else "more processes"
+        raise UserError(
+            f"run.pipeline.shard = 'True' with one pipeline of {ranks} processes: there is no copy "
+            f"to share with: set run.pipeline.shard=false, or {more}"
         )
     return asked
+
+
+def check_pipeline(recipe: TrainRecipe, ranks: int) -> None:
+    """UserError where strategy 'pipeline' cannot be on `ranks` processes; no network is built."""
+    if strategy_of(recipe.run, ranks) != "pipeline":
+        return
+    # torch and transformers, which no other mistake waits for
+    from training import microbatches  # noqa: PLC0415
+    from training.parallel import layout  # noqa: PLC0415
+
+    stages, asked = pipeline_ranks(recipe.run, ranks), recipe.batch.microbatch
+    examples = recipe.batch.examples(recipe.examples.sequence_length)
+
+    def wrong(microbatch: int) -> UserError | None:
+        copies = ranks // stages
+        number = microbatches.count(examples, microbatch, copies)
+        try:
+            layout.pipe_of(recipe, stages, number // copies)
+        except UserError as error:
+            return error
+        return None
+
+    if (found := wrong(asked)) is not None:
+        smaller = next((one for one in range(asked - 1, 0, -1) if wrong(one) is None), None)
+        repair = f": set batch.microbatch={smaller}, not {asked}" if smaller else ""
+        raise UserError(f"run.pipeline: {found}{repair}")

@@ -218,8 +218,10 @@ class Run(Section):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA when there")
     precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16: autocast")
     strategy: Literal["auto", "single", "ddp", "zero1", "zero2", "zero3", "pipeline"] = Field(
-        "auto", description="auto: single on one device, ddp on more; zeroN: FSDP2"
-    )
+        "auto", description="auto: single on one device, ddp on more, or where that does not fit "
+        "the first of smaller microbatches, recomputation, zeroN and pipeline that does; zeroN: "
+        "FSDP2; pipeline: each device holds some of the layers"
+    )  # fmt: skip
     pipeline: Pipeline = Pipeline()
     activation_checkpointing: bool = Field(False, description="recompute blocks in backward")
     compile: bool = Field(False, description="torch.compile")

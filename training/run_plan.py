@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, cast
 
-from training import microbatches, sampler
+from models.errors import UserError
+from training import microbatches, placing, sampler
 from training.domains import mixture
 from training.flops import flops_per_token, labelled_share
 from training.networks import network_config
 from training.parallel import layout
+from training.parallel.ladder import size, usable
 from training.parallel.memory import Memory, Strategy, memory_of
 from training.parallel.profile import profile_recipe
-from training.parallel.rank_memory import pipeline_memory
 from training.parallel.units import Profile
 from training.prepare import Prepared, pipeline_ranks, strategy_of
 from training.recipe import TrainRecipe
@@ -43,6 +44,8 @@ class Plan:
     domains: list[dict[str, Any]]
     memory: Memory
     """Of the rank that needs the most."""
+    auto: str
+    """What run.strategy = "auto" changes on this machine, and why; empty: nothing."""
     checkpoint_bytes: int
 
     def to_json(self) -> dict[str, Any]:
@@ -51,6 +54,7 @@ class Plan:
         return {
             "ranks": self.ranks,
             "strategy": self.strategy,
+            "auto": self.auto or None,
             "parameters": self.parameters,
             "steps": steps,
             "examples_per_step": self.examples_per_step,
@@ -69,7 +73,7 @@ class Plan:
         """For people."""
         value = self.to_json()
         memory = ", ".join(
-            f"{name} {_size(size)}" for name, size in self.memory.to_json().items() if size
+            f"{name} {size(count)}" for name, count in self.memory.to_json().items() if count
         )
         rows = [
             f"parameters         {self.parameters:,}",
@@ -78,10 +82,11 @@ class Plan:
             f"run                {value['steps']:,} steps, at most {value['tokens']:,} tokens, "
             f"{value['flops']:.2e} FLOPs",
             f"ranks              {self.ranks}, strategy {self.strategy}",
-            f"memory of a rank   {_size(self.memory.total)} at most, at the {self.memory.peak}: "
+            *[f"auto               {self.auto}"] * bool(self.auto),
+            f"memory of a rank   {size(self.memory.total)} at most, at the {self.memory.peak}: "
             f"{memory}",
-            f"disk               {_size(value['checkpoints_bytes'])}: "
-            f"{self.recipe.checkpoint.keep} checkpoints of {_size(self.checkpoint_bytes)}, "
+            f"disk               {size(value['checkpoints_bytes'])}: "
+            f"{self.recipe.checkpoint.keep} checkpoints of {size(self.checkpoint_bytes)}, "
             "one more while it is written",
             "",
             f"{'domain':<24}{'share':>8}{'characters':>16}{'chars/token':>13}{'tokens':>16}"
@@ -97,13 +102,17 @@ class Plan:
 
 
 def make_plan(recipe: TrainRecipe, prepared: Prepared, ranks: int) -> Plan:
-    """The plan of `recipe` on `ranks` processes. Raises UserError."""
+    """The plan of `recipe` on `ranks` processes; of `auto` as it would be on this machine. Raises
+    UserError."""
+    recipe, auto = placing.foreseen(recipe, ranks, prepared.vocab_size)
     length, steps = recipe.examples.sequence_length, recipe.schedule.steps
     examples = recipe.batch.examples(length)
     config = network_config(recipe, prepared.vocab_size)
     replicas = ranks // _stages(recipe, ranks)
     number = microbatches.count(examples, recipe.batch.microbatch, replicas)
-    profile = profile_recipe(recipe, prepared.vocab_size, microbatch=-(-examples // number))
+    profile = profile_recipe(
+        recipe, prepared.vocab_size, microbatch=-(-examples // number), copies=replicas
+    )
     parameters = profile.parameters(0, len(profile.units))
     return Plan(
         recipe=recipe,
@@ -116,6 +125,7 @@ def make_plan(recipe: TrainRecipe, prepared: Prepared, ranks: int) -> Plan:
         flops_per_token=flops_per_token(config, length, labelled_share(recipe)),
         domains=_domains(recipe, prepared, examples * length * steps),
         memory=_memory(recipe, profile, ranks, number),
+        auto=auto,
         checkpoint_bytes=3 * _FLOAT_BYTES * parameters,
     )
 
@@ -129,7 +139,8 @@ def _stages(recipe: TrainRecipe, ranks: int) -> int:
 
 def _memory(recipe: TrainRecipe, profile: Profile, ranks: int, number: int) -> Memory:
     """Of the rank that needs the most, with `number` microbatches a step. A pipeline is cut by
-    counted operations, whatever run.pipeline.costs: nothing is timed for a plan."""
+    counted operations, whatever run.pipeline.costs: nothing is timed for a plan; and so that it
+    fits this machine, where it can."""
     strategy = strategy_of(recipe.run, ranks)
     stages = _stages(recipe, ranks)
     replicas = ranks // stages
@@ -142,15 +153,12 @@ def _memory(recipe: TrainRecipe, profile: Profile, ranks: int, number: int) -> M
             optimiser=recipe.optimiser.name,
             microbatches=each,
         )
-    pipe = layout.pipe_of(recipe, stages, each)
-    found = pipeline_memory(
-        profile,
-        layout.cut(profile, recipe, pipe),
-        pipe,
-        optimiser=recipe.optimiser.name,
-        shards=replicas if recipe.run.pipeline.shard else 1,
-    )
-    return max(found, key=lambda one: one.total)
+    here = usable(placing.memory_here(recipe, ranks))
+    pipe = layout.pipe_for(recipe, stages, each, copies=replicas, usable_bytes=here)
+    try:
+        return layout.fitting(profile, recipe, pipe)[1]
+    except UserError:  # not here, or not at all: the plan says what it would take
+        return layout.smallest(profile, recipe, pipe)[1]
 
 
 def _domains(recipe: TrainRecipe, prepared: Prepared, tokens: int) -> list[dict[str, Any]]:
@@ -189,14 +197,6 @@ def _chars_per_token(recipe: TrainRecipe, prepared: Prepared, domain: int) -> fl
     encoded = prepared.tokenizer.encode_batch(texts, add_special_tokens=False)
     tokens = sum(len(one.ids) for one in encoded)
     return chars / tokens if tokens else None
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
 
 
 def _number(value: float | None, shape: str) -> str:

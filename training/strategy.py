@@ -11,6 +11,9 @@ traffic, never in the curve of the loss:
     zero3   FSDP2: weights in shards too: gathered block by block
     pipeline  each rank holds some of the layers (`training.pipelined`, not `Parallel`)
 
+But for dropout: a pipeline draws its masks by layer (`training.parallel.stage.unit_seed`), the
+others by microbatch, so that with dropout its curve is one of other masks, as of another seed.
+
 DDP and FSDP2 average gradients over ranks, but the loss is a sum over the global batch: the
 loss of each microbatch is multiplied by `gradient_factor`, the number of ranks.
 Left out on purpose: `find_unused_parameters`, because every rank runs every parameter in every
@@ -176,21 +179,26 @@ class Parallel:
 
     def __init__(self, objective: Objective, place: Placement, run: Run) -> None:
         self.objective = objective
-        objective.to(place.device).train()
+        objective.train()
         self.place = place
         self.bf16 = run.precision == "bf16"
         self.gradient_factor = float(place.ranks)
         shards = sharded_blocks(objective)
         prepare_blocks(objective, run)
         self._forward: nn.Module = self.objective
+        if place.strategy not in ("single", "ddp"):
+            self._shard(shards)
+            return
+        objective.to(place.device)
         if place.strategy == "ddp":
             self._forward = DistributedDataParallel(
                 self.objective, forward_sync_buffers=False, gradient_as_bucket_view=True
             )
-        elif place.strategy != "single":
-            self._shard(shards)
 
     def _shard(self, blocks: list[nn.Module]) -> None:
+        """Divide the weights, which come from the machine's memory: FSDP2 moves one block at a time
+        to the device, with its buffers, and keeps this rank's part. So a device never holds the
+        whole network."""
         mesh = init_device_mesh(self.place.device.type, (self.place.ranks,))
         low = torch.bfloat16 if self.bf16 else None
         policy = MixedPrecisionPolicy(

@@ -37,6 +37,10 @@ def test_targets_of_cuts_are_judged_by_units_that_sleep() -> None:
         "- reached: largest difference from the prediction 5.0% (10%)",
         "- reached: losses against one process: largest difference 0.0e+00 (1e-05)",
     ]
+    none = CutRow("A", "sleep", "tree, speed", failed="'head' goes back")
+    assert parallel_tables.cut_targets([*rows, none, *real], {"A": 9.0})[3] == (
+        "- not compared: A: no cut by tree, speed: 'head' goes back"
+    )
     slow = [_row("uniform", 0.8, 0.80), _row("tree, memory", 0.6, 0.60), _row("optimal", 0.6, 0.68)]
     assert parallel_tables.cut_targets([*slow, *real], {"A": 9.001}) == [
         "- missed: A: optimal 15.0% under uniform (20%)",

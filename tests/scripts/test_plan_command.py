@@ -40,6 +40,22 @@ def test_devices() -> None:
     assert (found.name, found.speed("bf16"), found.speed("fp32")) == ("H100", 494.5e12, 33.5e12)
 
 
+@pytest.mark.parametrize(
+    ("peak", "precision", "bf16", "fp32"),
+    [
+        ("1e12", "fp32", None, 0.4e12),
+        ("1e12", "bf16", 0.4e12, None),
+        ("2e12,1e12", "fp32", 0.8e12, 0.4e12),
+    ],
+)
+def test_one_peak_is_that_of_the_recipes_precision(
+    peak: str, precision: str, bf16: float | None, fp32: float | None
+) -> None:
+    words = ["plan", "x", "--devices", "1", "--memory", "1GB", "--peak", peak]
+    found = devices_of(parse(VERBS, words), precision)
+    assert (found.speed("bf16"), found.speed("fp32")) == (bf16, fp32)
+
+
 MISTAKES = {
     "memory": (["--memory", "much"], "--memory 'much' is no number of bytes: give one, as 24GiB"),
     "memory in bits": (["--memory", "8Gbit"], "--memory '8Gbit' is no number of bytes"),
@@ -49,6 +65,7 @@ MISTAKES = {
     "device": (["--device", "H10"], "--device 'H10' is not known: did you mean 'H100'? give one"),
     "two peaks": (["--device", "H100", "--peak", "1e12"], "--device 'H100' and --peak '1e12'"),
     "peak": (["--peak", "-3"], "--peak '-3' is no speed"),
+    "three peaks": (["--peak", "1e12,2e12,3e12"], "or in bf16 and in fp32, as 312e12,19.5e12"),
     "peak in words": (["--peak", "fast"], "--peak 'fast' is not a number"),
     "efficiency": (["--peak", "1e12", "--efficiency", "40"], "--efficiency '40' is no share"),
     "efficiency of nothing": (["--efficiency", "0.4"], "--efficiency '0.4' of what?"),
@@ -88,6 +105,17 @@ def test_a_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path,
     assert value["rungs"][0]["step_s"] > 0
     assert value["command"] == command
     assert not list(tmp_path.iterdir())
+
+
+def test_settings_of_a_pipeline_stay_out_of_a_command_without_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`gristmill train` refuses them with any other strategy."""
+    words = ["plan", "decoder-small", "--devices", "2", "--memory", "1GB", *TINY]
+    assert main([*words, "--set", "run.pipeline.schedule=zbv"]) == 0
+    command = capsys.readouterr().out.strip().split("\n")[-1]
+    assert "run.strategy=ddp" in command
+    assert "run.pipeline" not in command
 
 
 def test_a_plan_in_which_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:

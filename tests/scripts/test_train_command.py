@@ -16,7 +16,7 @@ from models.errors import UserError
 from scripts import train_command
 from scripts.cli import main
 from tests.training.tiny_runs import Place, make_place, overrides, recipe, without_times
-from training import run_plan
+from training import placing, run_plan
 from training.prepare import prepare
 from training.recipe import load_recipe, shipped_recipes
 
@@ -116,6 +116,22 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
          "--set", "run.strategy=single", "--processes", "2"],
         ["'single'", "2 processes", "zero3"],
     ),
+    "too few microbatches": (
+        ["train", "demo", "--data", "{crawl}", "--tokenizer", "{tokenizer}", "--output", "run",
+         "--set", "batch.samples=8", "--set", "run.strategy=pipeline", "--processes", "4"],
+        ["'1' microbatches: it needs 4 or more", "set batch.microbatch=2, not 64"],
+    ),
+    "too few microbatches, planned": (
+        ["train", "demo", "--data", "{crawl}", "--tokenizer", "{tokenizer}", "--output", "run",
+         "--set", "batch.samples=8", "--set", "run.strategy=pipeline", "--processes", "4",
+         "--dry-run"],
+        ["set batch.microbatch=2, not 64"],
+    ),
+    "settings of a pipeline without one": (
+        ["train", "demo", "--data", "{crawl}", "--tokenizer", "{tokenizer}", "--output", "run",
+         "--set", "run.strategy=zero2", "--set", "run.pipeline.schedule=zbv", "--processes", "2"],
+        ["run.pipeline.schedule = 'zbv'", "run.strategy=pipeline"],
+    ),
     "unknown language": (
         ["train", "demo", "--data", "{crawl}", "--tokenizer", "{tokenizer}", "--output", "run",
          "--set", 'data.languages=["xx"]'],
@@ -193,6 +209,25 @@ def test_dry_run_shows_the_plan_and_writes_nothing(
     assert "ranks              2, strategy ddp" in text
     assert f"parameters         {plan['parameters']:,}" in text
     assert not (tmp_path / "run").exists()
+
+
+def test_dry_run_says_what_auto_would_do(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    assert main(command(place, tmp_path / "run", "--dry-run", "--json")) == 0
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    assert plan["auto"] is None
+    whole = plan["memory_bytes"]["total"]
+    monkeypatch.setattr(placing, "memory_here", lambda *_: int(0.99 * whole / 0.95))
+    words = command(place, tmp_path / "run", "--dry-run", "--processes", "2", "--json")
+    assert main(words) == 0
+    tight = json.loads(capsys.readouterr().out)["plan"]
+    assert tight["auto"]
+    assert tight["memory_bytes"]["total"] <= 0.99 * whole
+    monkeypatch.setattr(placing, "memory_here", lambda *_: 1000)
+    assert main([word for word in words if word != "--json"]) == 0
+    assert "auto               not on this machine: " in capsys.readouterr().out
 
 
 def test_plan_counts_the_parameters_of_the_network(place: Place, tmp_path: Path) -> None:

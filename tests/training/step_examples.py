@@ -21,6 +21,7 @@ from training.batches import blank, collate
 from training.examples import IGNORED, Example
 from training.metrics import Window
 from training.objectives import Losses, Objective
+from training.parallel import chain
 from training.recipe import Run, load_recipe
 from training.strategy import Parallel, Placement, placed
 
@@ -139,22 +140,32 @@ def _curve(
 
 @contextlib.contextmanager
 def spoilt(passes: Collection[int]) -> Iterator[None]:
-    """Let the first example of some of this process's training passes have an infinite loss."""
-    compute = Objective.forward
+    """Let the first example of some of this process's training passes have an infinite loss.
+
+    Of a pipeline's, where this process has its last stage.
+    """
+    compute, pack = Objective.forward, chain.packed
     number = -1
 
     def forward(self: Objective, batch: Mapping[str, Tensor]) -> Losses:
         nonlocal number
         losses = compute(self, batch)
         number += self.training
-        if not self.training or number not in passes:
-            return losses
+        return infinite(losses) if self.training and number in passes else losses
+
+    def packed(losses: Losses) -> Tensor:
+        nonlocal number
+        number += torch.is_grad_enabled()
+        return pack(infinite(losses) if torch.is_grad_enabled() and number in passes else losses)
+
+    def infinite(losses: Losses) -> Losses:
         factors = torch.ones_like(losses.sums)
         factors[:, 0] = torch.inf
         return losses._replace(sums=losses.sums * factors)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Objective, "forward", forward)
+        patch.setattr(chain, "packed", packed)
         yield
 
 

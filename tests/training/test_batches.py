@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from models.tokenizer import PAD_ID
+from tests.training import step_examples
 from tests.training.small_tokenizer import made_up_text, small_tokenizer
 from training.albert_examples import AlbertExamples
-from training.batches import collate
+from training.batches import blank, collate, filled
 from training.causal_examples import CausalExamples
 from training.examples import IGNORED, Example
 from training.recipe import Examples
@@ -88,3 +89,26 @@ def test_albert_rows_are_padded() -> None:
         assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
     with pytest.raises(ValueError, match="in a batch of 20"):
         collate(examples, 20)
+
+
+@pytest.mark.parametrize("kind", ["albert", "decoder", "decoder without positions"])
+def test_batches_are_filled_to_one_shape(kind: str) -> None:
+    """Also one that is only a blank example: it has no tensor less than the others."""
+    family, _, without = kind.partition(" ")
+    length, positions = step_examples.LENGTH, not without
+    examples = collate(step_examples.examples(family, 0, 2), length)
+    if without:
+        del examples["position_ids"]
+    full = filled(examples, family, 4, length, positions=positions)
+    empty = filled(blank(family, length), family, 4, length, positions=positions)
+    shapes = {name: (4, *tensor.shape[1:]) for name, tensor in examples.items()}
+    for found in (full, empty):
+        assert {name: tuple(tensor.shape) for name, tensor in found.items()} == shapes
+        assert {tensor.dtype for tensor in found.values()} == {torch.int64}
+    for name, tensor in examples.items():
+        assert torch.equal(full[name][:2], tensor)
+        assert torch.equal(full[name][2:], empty[name][2:])
+    for name in {"labels", "sentence_order_label"} & examples.keys():
+        assert (empty[name] == IGNORED).all()
+    if family == "decoder" and positions:
+        assert empty["position_ids"].tolist() == [list(range(length))] * 4

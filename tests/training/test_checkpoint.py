@@ -292,3 +292,22 @@ def test_another_network_is_told(tmp_path: Path) -> None:
 def test_object_stores_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="'s3://bucket/run' is a URL: checkpoints and exports need"):
         Trained(DECODER).save("s3://bucket/run", 1)
+
+
+def test_whole_network_is_that_of_the_step(tmp_path: Path) -> None:
+    """An older one must not be exported as the last one, when the last one is damaged."""
+    trained = Trained(DECODER)
+    for step in (1, 2):
+        trained.step(step)
+        newest = trained.save(tmp_path, step, state=STATE | {"step": step})
+    found = checkpoint.whole_network(tmp_path, 2)
+    for name, tensor in trained.objective.network.state_dict().items():
+        assert torch.equal(found.state_dict()[name], tensor), name
+    part = next(newest.glob("shard-*"))
+    part.write_bytes(part.read_bytes()[:-1])
+    with pytest.raises(
+        Fault, match=r"of step 2 .* the newest sound one is of step 1: run the same"
+    ):
+        checkpoint.whole_network(tmp_path, 2)
+    with pytest.raises(Fault, match="there is none"):
+        checkpoint.whole_network(tmp_path / "empty", 2)

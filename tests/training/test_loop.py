@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from models.errors import Fault, UserError
 from pipelines import lock
 from tests.training import step_examples
 from tests.training.tiny_runs import Place, make_place, recipe, without_times
-from training import evaluations, loop
+from training import evaluations, loop, placing
 from training.evaluate.held_out import held_out_losses
 from training.metrics import Clock
 from training.objectives import Objective
@@ -172,6 +173,24 @@ def test_signal_before_the_first_step(
     monkeypatch.undo()
     assert run(place, tmp_path / "run", "model.dropout=0.1")["status"] == "finished"
     assert _same(tmp_path / "run", finished[0])
+
+
+def test_another_recipe_is_told_before_anything_of_its_run_is_taken(
+    place: Place,
+    finished: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A pipeline's saved cut, for one: it is of another network here."""
+    shutil.copytree(finished[0], tmp_path / "run")
+    (tmp_path / "run" / "manifest.json").unlink()
+
+    def put(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the checkpoint of another run is taken")
+
+    monkeypatch.setattr(placing, "put", put)
+    with pytest.raises(UserError, match=r"holds another run: model\.dropout = '0\.0' is '0\.1'"):
+        run(place, tmp_path / "run", "model.family=decoder")
 
 
 def test_one_run_at_a_time(place: Place, tmp_path: Path) -> None:

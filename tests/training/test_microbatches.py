@@ -7,6 +7,9 @@ import torch
 
 from tests.training import step_examples
 from training import microbatches
+from training.batches import blank
+from training.metrics import Window
+from training.pipelined import Pipelined
 from training.recipe import Run
 from training.strategy import Parallel, Placement
 
@@ -78,3 +81,13 @@ def test_names_of_parameters_stay(family: str, activation_checkpointing: bool) -
     run = Run(activation_checkpointing=activation_checkpointing, compile=True)
     parallel = Parallel(step_examples.objective(family), ALONE, run)
     assert [name for name, _ in parallel.objective.network.named_parameters()] == plain
+
+
+def test_a_pipeline_weighs_no_examples() -> None:
+    """Its first ranks do not have the losses that the weights come from."""
+    pipelined = Pipelined.__new__(Pipelined)
+    with pytest.raises(ValueError, match="a pipeline cannot weigh examples"):
+        microbatches.gradients(
+            pipelined, [[]], [blank("decoder", 8)], Window(("next_token",), ("bn",), ALONE.device),
+            seed=0, step=0, weigh=lambda batch, losses: losses.sums,
+        )  # fmt: skip

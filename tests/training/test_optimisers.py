@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from models.errors import Fault
 from training.optimisers import Lamb, build_optimiser, parameter_groups
@@ -200,3 +206,34 @@ def test_adamw_step_by_hand() -> None:
     build_optimiser(recipe, network).step()
     assert network[0].item() == pytest.approx(2.922, abs=1e-6)
     assert network[1].item() == pytest.approx(2.925, abs=1e-6)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb"])
+def test_plain_and_sharded_parameters_in_one_network(group: None, name: str) -> None:
+    """As in a pipeline in shards, where stages of one rank share a weight."""
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(5, 3), nn.LayerNorm(3), nn.Linear(3, 1))
+    mixed = copy.deepcopy(alone)
+    whole = {mixed[0].weight, mixed[2].bias}
+    fully_shard(mixed, mesh=init_device_mesh("cpu", (1,)), ignored_params=whole)
+    assert {isinstance(one, DTensor) for one in mixed.parameters()} == {False, True}
+    settings = Optimiser.model_validate({"name": name, "learning_rate": 0.05, "epsilon": 1e-6})
+    optimisers = [build_optimiser(settings, one) for one in (alone, mixed)]
+    for step in range(3):
+        rows = torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
+        for network, optimiser in zip((alone, mixed), optimisers, strict=True):
+            network(rows).square().mean().backward()
+            optimiser.step()
+            optimiser.zero_grad()
+    for one, other in zip(alone.parameters(), mixed.parameters(), strict=True):
+        found = other.full_tensor() if isinstance(other, DTensor) else other
+        torch.testing.assert_close(found, one, rtol=0, atol=1e-6)
+    decays = {group["weight_decay"] for group in optimisers[1].param_groups}
+    assert decays == {0.0, settings.weight_decay}

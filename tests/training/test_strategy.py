@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+import training.strategy
 from models.errors import UserError
 from tests.training import forked
 from tests.training.step_examples import curve, free_ports, rank_process
 from tests.training.tiny_runs import Place, make_place, overrides, without_times
 from training import loop
+from training.objectives import Objective
 from training.prepare import strategy_of
 from training.recipe import Run, load_recipe
 from training.strategy import placed
@@ -184,3 +188,24 @@ def test_one_rank_of_any_strategy(strategy: str) -> None:
     assert norms == pytest.approx(alone_norms, rel=1e-5)
     for name, expected in alone_gradients[0].items():
         torch.testing.assert_close(gradients[0][name], expected, rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_shards_never_have_the_whole_network_on_the_device(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FSDP2 moves it there block by block, the rest of the network last."""
+    moved: list[str] = []
+    shard = fully_shard
+
+    def note(module: nn.Module, **more: Any) -> Any:
+        moved.append(type(module).__name__)
+        return shard(module, **more)
+
+    def whole(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the whole network is moved at once")
+
+    monkeypatch.setattr(training.strategy, "fully_shard", note)
+    monkeypatch.setattr(Objective, "to", whole)
+    curve({"family": "decoder", "strategy": strategy, "examples": 1, "microbatch": 1, "steps": 1})
+    assert moved == ["LlamaDecoderLayer", "LlamaDecoderLayer", "Objective"]

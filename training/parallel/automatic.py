@@ -1,27 +1,25 @@
 """`run.strategy = "auto"`: the ladder of a plan, climbed on the devices that are here.
 
 Only what leaves the curve of the loss as it is may change: strategy, microbatch, recomputation,
-pipeline; not `run.precision`. A recipe that surely fits as it stands is not traced at all, which
-spares small runs a second and more.
+pipeline; not `run.precision`. With dropout other microbatches and a pipeline draw other masks, as
+another seed would: they are taken all the same, for the run would not fit, and the rung says so.
+A recipe that surely fits as it stands is not traced at all, which spares small runs a second and
+more.
+
+Memory is that of `parallel.device_memory`. A pipeline is cut by counted operations, so that the cut
+that was found to fit is the one that the run makes.
 """
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
-import torch
+from dataclasses import replace
 
 from models.errors import UserError
 from training.networks import network_config
 from training.parallel.ladder import Devices, Rung, size
 from training.parallel.planner import Climber, missing
-from training.recipe import TrainRecipe
+from training.recipe import Pipeline, TrainRecipe
 
-_CGROUP_LIMITS = (
-    "/sys/fs/cgroup/memory.max",
-    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-)
 _FLOAT_BYTES = 4
 
 
@@ -36,15 +34,24 @@ def strategy_for(recipe: TrainRecipe, ranks: int, memory_bytes: int, *, vocab_si
     most = most_bytes(recipe, vocab_size)
     if most <= devices.usable_bytes:
         return climber.as_it_stands(f"at most {size(most)} of {size(devices.usable_bytes)}")
-    rungs = []
+    rungs: list[Rung] = []
     for rung in climber.climbing():
         if rung.fits:
-            return rung
+            return _with_masks(rung, recipe, climber)
         rungs.append(rung)
     raise UserError(
         f"{climber.network} does not fit on {ranks} x {size(memory_bytes)}: "
-        f"{'; '.join(missing(climber, rungs))}; any run.strategy but auto is tried all the same"
+        f"{'; '.join(missing(climber, rungs))}; any run.strategy but auto and pipeline is tried "
+        "all the same"
     )
+
+
+def _with_masks(rung: Rung, recipe: TrainRecipe, climber: Climber) -> Rung:
+    """With a word on dropout, where its masks are others than those of the recipe as it stands."""
+    same = rung.stages is None and rung.microbatches == climber.as_it_stands("").microbatches
+    if not recipe.model.dropout or same:
+        return rung
+    return replace(rung, why=f"{rung.why}; dropout draws other masks than without this")
 
 
 def applied(recipe: TrainRecipe, rung: Rung) -> TrainRecipe:
@@ -56,33 +63,20 @@ def applied(recipe: TrainRecipe, rung: Rung) -> TrainRecipe:
             "activation_checkpointing": rung.checkpointing,
         }
     )
+    pipeline = Pipeline()
     if rung.stages is not None:
-        asked = run.pipeline.model_copy(
+        pipeline = run.pipeline.model_copy(
             update={
                 "ranks": rung.stages.ranks,
                 "schedule": rung.stages.schedule,
                 "stages_per_rank": rung.stages.stages_per_rank,
                 "shard": rung.stages.shard,
+                "costs": "operations",  # those that the rung was cut by
             }
         )
-        run = run.model_copy(update={"pipeline": asked})
+    run = run.model_copy(update={"pipeline": pipeline})
     batch = recipe.batch.model_copy(update={"microbatch": rung.microbatch})
     return recipe.model_copy(update={"run": run, "batch": batch})
-
-
-def device_bytes(device: torch.device, local_ranks: int) -> int:
-    """Memory that a rank may fill: that of its CUDA device, or its part of the machine's.
-
-    local_ranks: processes of the run on this machine.
-    """
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for name in _CGROUP_LIMITS:
-        path = Path(name)
-        if path.is_file() and (text := path.read_text().strip()).isdecimal():
-            found = min(found, int(text))
-    return found // local_ranks
 
 
 def most_bytes(recipe: TrainRecipe, vocab_size: int) -> int:

@@ -73,12 +73,18 @@ def objective_chain(objective: Objective) -> Chain:
     """The units of a recipe's network; the last one gives `packed` losses.
 
     Names are those in `objective`, as `network.model.layers.3`. ALBERT's one block is used by the
-    unit of each layer.
+    unit of each layer. Raises UserError where a parameter belongs to no unit.
     """
     network, most = objective.network, objective.max_logit_rows
     if isinstance(network, AlbertForPreTraining):
-        return _albert_chain(network, most)
-    return _decoder_chain(network, most)
+        chain = _albert_chain(network, most)
+    else:
+        chain = _decoder_chain(network, most)
+    return _covering(
+        objective,
+        chain,
+        f"units of a '{type(network).__name__}': take another run.strategy than 'pipeline'",
+    )
 
 
 def module_chain(root: nn.Module, blocks: Sequence[str] | None = None) -> Chain:
@@ -100,13 +106,16 @@ def module_chain(root: nn.Module, blocks: Sequence[str] | None = None) -> Chain:
         block = root.get_submodule(name)
         units.append(Unit(name, ((name, block),), _plain_call(block)))
     chain = Chain(tuple(units), "input", dict)
+    return _covering(root, chain, f"blocks {', '.join(blocks)}: add the block that uses it")
+
+
+def _covering(root: nn.Module, chain: Chain, what: str) -> Chain:
+    """`chain`; UserError where a parameter of `root` belongs to none of its units: it would not be
+    trained. what: their name, and the repair."""
     known = chain.parameter_names()
     for name, parameter in root.named_parameters():
         if id(parameter) not in known:
-            raise UserError(
-                f"parameter '{name}' belongs to none of the blocks {', '.join(blocks)}: add the "
-                "block that uses it"
-            )
+            raise UserError(f"parameter '{name}' belongs to none of the {what}")
     return chain
 
 

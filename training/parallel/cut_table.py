@@ -4,44 +4,43 @@ from __future__ import annotations
 
 import numpy as np
 
+from training.parallel.ladder import size
+from training.parallel.rank_memory import pipeline_memory
 from training.parallel.schedules import in_flight, rank_of, schedule_named
-from training.parallel.stage_memory import bytes_of, segments, size_text, stage_bytes
 from training.parallel.timing import Timing, step_time
 from training.parallel.units import Cut, Pipe, Profile
 
-_HEAD = ("stage", "rank", "units", "parameters", "in flight", "memory", "time", "sends")
+_HEAD = ("stage", "rank", "units", "parameters", "in flight", "rank memory", "time", "sends")
 
 
 def table(profile: Profile, cut: Cut, pipe: Pipe) -> str:
     """One line a stage, then the step; and which unit bounds it, where one does.
 
-    Memory is the peak of a stage alone; where ranks hold several, theirs stands below, for the
-    peaks of their stages come at different times and tied parameters are there once.
+    Memory is the peak of the stage's rank, with all that it holds: the peaks of several stages
+    come at different times and tied parameters are there once, so no stage has a part of it.
     """
     timing = step_time(profile, cut, pipe)
     schedule = schedule_named(pipe.schedule)
     flying = in_flight(schedule, pipe.ranks, pipe.stages_per_rank, pipe.microbatches)
-    parts = segments(profile)
+    memory = [one.total for one in pipeline_memory(profile, cut, pipe)]
     rows: list[tuple[str, ...]] = [_HEAD]
     for stage in range(cut.stages):
         first, end = cut.bounds[stage], cut.bounds[stage + 1]
+        rank = rank_of(schedule, stage, pipe.ranks)
         sends = profile.units[end - 1].output_bytes if stage + 1 < cut.stages else 0
         rows.append(
             (
                 str(stage),
-                str(rank_of(schedule, stage, pipe.ranks)),
+                str(rank),
                 _names(profile, first, end),
                 f"{profile.parameters(first, end):,}",
                 str(flying[stage]),
-                size_text(float(stage_bytes(parts, pipe, stage)[first, end])),
+                size(memory[rank]),
                 _time(timing.stage_s[stage], profile),
-                size_text(sends),
+                size(sends),
             )
         )
     lines = _aligned(rows)
-    if pipe.stages_per_rank > 1:
-        peaks = ", ".join(size_text(peak) for peak in bytes_of(profile, cut, pipe))
-        lines.append(f"memory of the ranks: {peaks}")
     lines.append(
         f"step by {pipe.schedule}, {pipe.microbatches} microbatches on {pipe.ranks} ranks: "
         f"{_time(timing.step_s, profile)}, bubble {timing.bubble:.1%}; "

@@ -22,6 +22,11 @@ _FASTER = 0.9
 Status = Literal["fits", "too big", "left out"]
 
 
+def usable(memory_bytes: int) -> int:
+    """What a plan may fill of a device's memory."""
+    return int(PLANNED * memory_bytes)
+
+
 @dataclass(frozen=True)
 class Devices:
     """What a plan is made for."""
@@ -36,7 +41,7 @@ class Devices:
     """That a device sends to one of another node; None: as inside."""
     name: str | None = None
     peak_bf16: float | None = None
-    """FLOP/s; None: no times are predicted."""
+    """FLOP/s; None: of rungs that compute so no times are predicted."""
     peak_fp32: float | None = None
     efficiency: float = 0.4
     """Share of the peak that a training step reaches."""
@@ -49,7 +54,7 @@ class Devices:
     @property
     def usable_bytes(self) -> int:
         """Of each device's memory."""
-        return int(PLANNED * self.memory_bytes)
+        return usable(self.memory_bytes)
 
     def speed(self, precision: str) -> float | None:
         """FLOP/s of a device at work."""
@@ -125,6 +130,7 @@ class Rung:
                 f"run.pipeline.schedule={self.stages.schedule}",
                 f"run.pipeline.stages_per_rank={self.stages.stages_per_rank}",
                 f"run.pipeline.shard={str(self.stages.shard).lower()}",
+                "run.pipeline.costs=operations",  # those that this rung was cut by
             ]
         return found
 
@@ -179,7 +185,7 @@ class Ladder:
 
     def to_json(self) -> dict[str, Any]:
         """For programs."""
-        chosen = self.chosen
+        chosen, faster = self.chosen, self.faster()
         return {
             "recipe": self.recipe,
             "network": self.network,
@@ -189,11 +195,13 @@ class Ladder:
             "sequence_length": self.sequence_length,
             "devices": asdict(self.devices) | {"usable_bytes": self.devices.usable_bytes},
             "rungs": [
-                asdict(rung) | {"memory": {**rung.memory, "total": rung.total_bytes},
+                asdict(rung) | {"memory": {**rung.memory, "total": rung.total_bytes}
+                                if rung.memory else None,
                                 "sent_bytes": rung.traffic and rung.traffic.total}
                 for rung in self.rungs
             ],
             "chosen": chosen and chosen.name,
+            "faster": faster and faster.name,
             "settings": chosen.overrides() if chosen else [],
             "missing": list(self.missing),
         }  # fmt: skip
@@ -269,9 +277,11 @@ def _devices(devices: Devices) -> str:
         if devices.nodes > 1:
             between = devices.bandwidth(inside=False)
             text += f", {sent(between or 0.0)}/s between nodes"
-    if devices.peak_bf16 is not None:
+    peaks = {"bf16": devices.peak_bf16, "fp32": devices.peak_fp32}
+    told = [f"{peak / 1e12:,.4g} ({name})" for name, peak in peaks.items() if peak is not None]
+    if told:
         name = f"{devices.name} at " if devices.name else ""
-        text += f"; {name}{devices.efficiency:.0%} of {devices.peak_bf16 / 1e12:,.0f} TFLOP/s"
+        text += f"; {name}{devices.efficiency:.0%} of {' and '.join(told)} TFLOP/s"
     else:
         text += "; no times without --device or --peak"
     return text

@@ -12,6 +12,7 @@ are split inside (tensor parallelism).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 from math import comb
 from typing import Literal, NamedTuple
@@ -20,11 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.errors import UserError
+from training.parallel.ladder import size
 from training.parallel.schedules import check, rank_of, schedule_named
 from training.parallel.stage_memory import (
     ranks_bytes,
     segments,
-    size_text,
     stage_bytes,
 )
 from training.parallel.timing import (
@@ -72,6 +73,27 @@ def optimal(profile: Profile, pipe: Pipe, tied: Ties = "apart") -> Cut:
     if comb(search.count - 1, pipe.stages - 1) * actions <= _ALL_CUTS:
         return search.best_of(search.every())
     return search.climb(search.starts())
+
+
+def smallest(profile: Profile, pipe: Pipe) -> Cut:
+    """The cut whose fullest rank holds the least, whatever the memory and the time.
+
+    Exact for one stage a rank, and for several where all cuts can be tried; else the best that
+    moving bounds finds.
+    """
+    search = _Search(profile, replace(pipe, memory_bytes=None), "apart")
+    if pipe.stages_per_rank == 1:
+        path = search.path(search.bytes, fits=False, worst=True)
+        assert path is not None  # there are as many units as stages
+        return Cut(path.bounds)
+    few = comb(search.count - 1, pipe.stages - 1) <= _ALL_CUTS // 100
+    best = search.fullest_least(search.every() if few else search.starts())
+    while not few:
+        better = search.fullest_least(np.concatenate([best, _neighbours(best[:, 0])], axis=1))
+        if np.array_equal(better, best):
+            break
+        best = better
+    return _cut(best[:, 0])
 
 
 def least_formula(profile: Profile, pipe: Pipe, tied: Ties = "apart") -> Cut:
@@ -215,6 +237,11 @@ class _Search:
         order = np.lexsort((times, over))[:width]
         return bounds[:, order], float(over[order[0]])
 
+    def fullest_least(self, bounds: Ints) -> Ints:
+        """Of these the one whose fullest rank holds the least, as one column."""
+        peaks = ranks_bytes(self.parts, bounds, self.pipe).max(axis=0)
+        return bounds[:, [int(peaks.argmin())]]
+
     # --- what is allowed ---
 
     def _over(self, bounds: Ints) -> Floats:
@@ -300,7 +327,7 @@ class _Search:
         )
         return UserError(
             f"no cut into {self.pipe.stages} stages fits: at best {held} on rank {rank} wants "
-            f"{size_text(float(peaks[rank]))} of '{size_text(self.pipe.memory_bytes or 0)}'; more "
+            f"{size(float(peaks[rank]))} of '{size(self.pipe.memory_bytes or 0)}'; more "
             "ranks, smaller microbatches, activation checkpointing, or bfloat16 or sharded weights "
             "and moments would help"
         )

@@ -186,13 +186,14 @@ class Pipeline:
         first = (which,) if 0 in self._stages else ()
         try:
             schedule.step(*first, target=which, return_outputs=False, number=which)
+            outputs = [output for output in self._outputs if output is not None]
         except RuntimeError as error:
             guards.explain_split(error, self._schedule)
             raise
-        for stage in self._stages.values():
-            stage.prepare((), None)
-        outputs = [output for output in self._outputs if output is not None]
-        self._batches, self._weigh, self._outputs = (), None, []
+        finally:
+            for stage in self._stages.values():
+                stage.prepare((), None)
+            self._batches, self._weigh, self._outputs = (), None, []
 
         self._tied.add_gradients(self._named)
         if self._at.data is not None:

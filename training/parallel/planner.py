@@ -7,7 +7,7 @@ The rungs, each with what the ones before it have gained (bf16, a small microbat
     microbatch       fewer examples at once, more passes a step
     recomputation    activation checkpointing: a third more work
     zero1, 2, 3      FSDP2: optimiser state, gradients, weights in shards
-    pipeline         layers on different devices, cut by `partition.optimal`, copies side by side
+    pipeline         layers on different devices, cut as the recipe says, copies side by side
 
 Rungs are ordered by what they cost a run that would fit without them, not by the step's time: where
 times are known, `Ladder.faster` says when a later one is quicker. From zero1 on a rung recomputes
@@ -23,13 +23,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from models.errors import UserError
 from training import microbatches as dealing
 from training.parallel.ladder import PLANNED, Devices, Ladder, Rung, size
-from training.parallel.schedules import check, schedule_named
-from training.parallel.units import Pipe
+from training.parallel.layout import stages_per_rank
 from training.parallel.ways import SHARDED, Settings, Way, Ways
 from training.recipe import TrainRecipe
 
@@ -37,6 +37,8 @@ _NEARLY = 1.01
 """Times within this factor are one: the simpler of two settings wins."""
 _MORE_DEVICES = (2, 4, 8, 16)
 _SHORTER = (2, 4, 8)
+_SHORTEST = 64
+"""Tokens of an example."""
 
 
 def climb(recipe: TrainRecipe, devices: Devices, vocab_size: int) -> Ladder:
@@ -168,32 +170,34 @@ class Climber:
         return [again] if settings.checkpointing else [settings, again]
 
     def _rung(self, name: str, groups: Sequence[Sequence[Settings]]) -> Rung:
-        """The best way among groups of settings, of which each needs less memory than the one
-        before it, and is no quicker."""
+        """The best way among groups of settings, of which each is no quicker than the one before
+        it. It mostly needs less memory too, but not always: one pass alone finds no gradients."""
         fitting: list[Way] = []
-        least = []
+        tried: list[Way] = []
         for group in groups:
             if fitting and not fitting[-1].waits:
                 break  # recomputation could only save traffic
-            smallest = self.ways.in_parallel(group[-1], self.devices)
-            least.append(smallest)
-            if self._fits(smallest):
-                ways = (self.ways.in_parallel(settings, self.devices) for settings in group)
-                fitting.append(next(way for way in ways if self._fits(way)))
-        return self._told(name, fitting, least)
+            for settings in group:
+                way = self.ways.in_parallel(settings, self.devices)
+                tried.append(way)
+                if self._fits(way):
+                    fitting.append(way)
+                    break
+        return self._told(name, fitting, tried)
 
     def _fits(self, way: Way) -> bool:
         return way.total_bytes <= self.devices.usable_bytes
 
-    def _told(self, name: str, fitting: Sequence[Way], least: Sequence[Way]) -> Rung:
-        """fitting: ways that fit; least: those to tell of where none does."""
+    def _told(self, name: str, fitting: Sequence[Way], tried: Sequence[Way]) -> Rung:
+        """fitting: ways that fit; where none does, the one that needs the least of those tried is
+        told."""
         usable = self.devices.usable_bytes
         if fitting:
             quickest = min(way.work for way in fitting)
             way = next(way for way in fitting if way.work <= _NEARLY * quickest)
             why = f"{size(usable - way.total_bytes)} to spare"
         else:
-            way = min(least, key=lambda one: one.total_bytes)
+            way = min(tried, key=lambda one: one.total_bytes)
             why = f"{size(way.total_bytes - usable)} more than there is: {_largest(way.memory)}"
         settings = way.settings
         return Rung(
@@ -221,24 +225,29 @@ class Climber:
     def _pipelines(self, first: Settings) -> Rung:
         """The rung of the pipelines: all numbers of stages that the devices and the batch allow."""
         asked = self.recipe.run.pipeline
+        if asked.ranks is not None and self.devices.ranks % asked.ranks:
+            return self._left_out(
+                "pipeline",
+                f"run.pipeline.ranks = '{asked.ranks}' does not divide {self.devices.ranks} "
+                "devices",
+            )
         units = len(self.ways.profile(first).units)
-        schedule = schedule_named(asked.schedule)
-        per_rank = asked.stages_per_rank or schedule.stages_per_rank[0]
+        per_rank = stages_per_rank(asked)
         fitting: list[Way] = []
-        least: tuple[Settings, Pipe, bool] | None = None
+        tried: list[_Try] = []
         refused = (
             f"no number of stages divides {self.devices.ranks} devices and is at most that of the "
             f"network's units, {units}"
         )
-        for ranks in _divisors(self.devices.ranks):
-            if ranks * per_rank > units or asked.ranks not in (None, ranks):
+        for ranks in _divisors(self.devices.ranks, units // per_rank):
+            if asked.ranks not in (None, ranks):
                 continue
             try:
-                shape = Pipe(ranks, 0, schedule.name, per_rank)
-                found, least = self._of_stages(first, shape)
+                found, others = self._of_stages(first, ranks)
             except UserError as error:
                 refused = str(error)
                 continue
+            tried += others
             if found is None:
                 continue
             before = min((way.work for way in fitting), default=None)
@@ -247,55 +256,65 @@ class Climber:
                 break  # more stages idle more
         if fitting:
             return self._told("pipeline", fitting, [])
-        if least is None:
-            return self._left_out("pipeline", refused)
-        settings, pipe, shard = least
-        way = self.ways.pipeline(settings, self.devices, pipe, shard=shard, capped=False)
-        return self._told("pipeline", [], [way])
+        least = []
+        for settings, ranks, shard in tried:
+            try:
+                least.append(
+                    self.ways.pipeline(settings, self.devices, ranks, shard=shard, capped=False)
+                )
+            except UserError as error:
+                refused = str(error)  # no cut of the kind that the recipe wants
+        return self._told("pipeline", [], least) if least else self._left_out("pipeline", refused)
 
-    def _of_stages(
-        self, first: Settings, shape: Pipe
-    ) -> tuple[Way | None, tuple[Settings, Pipe, bool]]:
+    def _of_stages(self, first: Settings, ranks: int) -> tuple[Way | None, list[_Try]]:
         """The best way with so many ranks for a pipeline: without recomputation and shards where
         that fits. A larger microbatch, where it makes the step hardly longer: a device computes it
-        better. With it the last that was tried: where nothing fits that needs the least. Raises
-        UserError where the schedule takes no number of microbatches that the batch allows."""
-        replicas = self.devices.ranks // shape.ranks
+        better. With it, where nothing fits, what was tried with both. Raises UserError where the
+        schedule takes no number of microbatches that the batch allows."""
+        replicas = self.devices.ranks // ranks
         must_shard = self.recipe.run.pipeline.shard and replicas > 1
         shards = [True] if must_shard else [False, True][: min(replicas, 2)]
-        schedule = schedule_named(shape.schedule)
-        tried: tuple[Settings, Pipe, bool] | None = None
+        tried: list[_Try] = []
         refused: UserError | None = None
         for settings, shard in itertools.product(self._recomputing(first), shards):
             best: Way | None = None
+            tried = []
             for microbatch in reversed(self._microbatches(replicas)):
                 here = replace(settings, microbatch=microbatch)
-                pipe = replace(shape, microbatches=self.ways.passes(microbatch, replicas))
                 try:
-                    check(schedule, pipe.ranks, pipe.stages_per_rank, pipe.microbatches)
+                    self.ways.pipe(here, self.devices, ranks, shard=shard)
                 except UserError as error:
                     refused = error
                     continue
-                tried = (here, pipe, shard)
+                tried.append(_Try(here, ranks, shard))
                 try:
-                    way = self.ways.pipeline(here, self.devices, pipe, shard=shard)
+                    way = self.ways.pipeline(here, self.devices, ranks, shard=shard)
                 except UserError:
+                    if best is None:
+                        continue  # GPipe's larger microbatches need less: fewer buffers
                     break
                 if best is not None and way.work > _NEARLY * best.work:
                     break
                 best = way
             if best is not None:
-                assert tried is not None
-                return best, tried
-        if tried is None:
+                return best, []
+        if not tried:
             assert refused is not None
             raise refused
         return None, tried
 
 
-def _divisors(number: int) -> list[int]:
-    """Those from 2 on."""
-    return [one for one in range(2, number + 1) if number % one == 0]
+class _Try(NamedTuple):
+    """A pipeline that may fit."""
+
+    settings: Settings
+    ranks: int
+    shard: bool
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    """Those from 2 to `most`."""
+    return [one for one in range(2, min(number, most) + 1) if number % one == 0]
 
 
 def _largest(memory: Mapping[str, int]) -> str:
@@ -304,41 +323,49 @@ def _largest(memory: Mapping[str, int]) -> str:
     return f"{size(memory[kind])} are {kind}"
 
 
+@dataclass(frozen=True)
+class Remedies:
+    """What would make a recipe fit."""
+
+    memory_bytes: int
+    """Of each device, as many devices as there are."""
+    devices: Devices | None
+    """More of them; None: even the most that were tried do not help."""
+    sequence_length: int | None
+    """Shorter examples; None: nor do those."""
+
+
+def remedies(climber: Climber, rungs: Sequence[Rung]) -> Remedies:
+    """For a ladder in which nothing fits."""
+    least = min(rung.total_bytes for rung in rungs if rung.memory)
+    memory_bytes = int(least / PLANNED) + 1
+    devices, recipe = climber.devices, climber.recipe
+    field = "nodes" if devices.nodes > 1 else "per_node"
+    more = (replace(devices, **{field: getattr(devices, field) * n}) for n in _MORE_DEVICES)
+    length = recipe.examples.sequence_length
+    shorter = (length // n for n in _SHORTER if length // n >= _SHORTEST)
+    return Remedies(
+        memory_bytes,
+        next((one for one in more if climber.on(recipe, one)), None),
+        next((one for one in shorter if climber.on(_of_length(recipe, one), devices)), None),
+    )
+
+
 def missing(climber: Climber, rungs: Sequence[Rung]) -> tuple[str, ...]:
     """Where nothing fits: by how much the smallest rung is too big, and what would help."""
-    tried = [rung for rung in rungs if rung.memory]
-    best = min(tried, key=lambda rung: rung.total_bytes)
-    devices, recipe = climber.devices, climber.recipe
-    lines = [
+    best = min((rung for rung in rungs if rung.memory), key=lambda rung: rung.total_bytes)
+    usable, found = climber.devices.usable_bytes, remedies(climber, rungs)
+    help_ = [f"devices of {size(found.memory_bytes)}"]
+    if found.sequence_length is not None:
+        help_.insert(0, f"examples.sequence_length={found.sequence_length}")
+    if found.devices is not None:
+        help_.insert(0, f"{found.devices.ranks} devices")
+    return (
         f"nothing fits: the least is '{best.name}' with {size(best.total_bytes)} of "
-        f"{size(devices.usable_bytes)}, {size(best.total_bytes - devices.usable_bytes)} too many"
-    ]
-    help_ = []
-    for times in _MORE_DEVICES:
-        more = (
-            replace(devices, nodes=devices.nodes * times)
-            if devices.nodes > 1
-            else replace(devices, per_node=devices.per_node * times)
-        )
-        found = climber.on(recipe, more)
-        if found is not None:
-            help_.append(f"{more.ranks} devices ({found.name})")
-            break
-    length = recipe.examples.sequence_length
-    for times in _SHORTER:
-        shorter = length // times
-        if shorter < 64:
-            break
-        found = climber.on(_of_length(recipe, shorter), devices)
-        if found is not None:
-            help_.append(f"examples.sequence_length={shorter} ({found.name})")
-            break
-    help_.append(f"devices of {size(best.total_bytes / PLANNED)}")
-    lines.append(f"what would help: {', or '.join(help_)}")
-    lines.append(
-        "tensor parallelism, which divides layers themselves, would help too; Gristmill has none"
+        f"{size(usable)}, {size(best.total_bytes - usable)} too many",
+        f"what would help: {', or '.join(help_)}",
+        "tensor parallelism, which divides layers themselves, would help too; Gristmill has none",
     )
-    return tuple(lines)
 
 
 def _of_length(recipe: TrainRecipe, length: int) -> TrainRecipe:

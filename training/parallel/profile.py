@@ -39,55 +39,49 @@ from training.strategy import sharded_blocks
 
 
 def profile_recipe(
-    recipe: TrainRecipe,
-    vocab_size: int,
-    *,
-    microbatch: int | None = None,
-    device: torch.device | None = None,
+    recipe: TrainRecipe, vocab_size: int, *, microbatch: int | None = None, copies: int = 1
 ) -> Profile:
     """The costs of a recipe's network in the largest batch that its examples can be.
 
-    Honours examples, precision and activation checkpointing; under zero1, zero2 and zero3 in bf16
-    the units compute with bf16 weights. microbatch: examples, in place of the recipe's. device:
-    where each distinct unit is timed, on real tensors; none: operations are counted.
+    Honours examples, precision and activation checkpointing, and what `low_weights` says.
+    microbatch: examples, in place of the recipe's. copies: pipelines that share the examples.
     """
     examples = recipe.batch.microbatch if microbatch is None else microbatch
-    bf16 = recipe.run.precision == "bf16"
-    batch = worst_batch(recipe, examples)
     with FakeTensorMode():
         objective = _objective(recipe, vocab_size)
-        low = bf16 and recipe.run.strategy in ("zero1", "zero2", "zero3")
-        if low:
-            _lower(objective)
-    found = profile_chain(objective_chain(objective), batch, bf16=bf16)
-    found = replace(found, low_weights=low)
-    if device is None:
-        return found
-    with torch.random.fork_rng():
-        small = objective_chain(_objective(recipe, vocab_size, layers=1).to(device))
-    times = {
-        unit.name: time
-        for unit, time in zip(
-            small.units,
-            seconds(small, _shapes(small), batch, bf16=bf16, device=device),
-            strict=True,
-        )
-    }
-    return _with_seconds(found, [times.get(unit.name, times["layer 0"]) for unit in found.units])
+    return profile_chain(
+        objective_chain(objective),
+        worst_batch(recipe, examples),
+        bf16=recipe.run.precision == "bf16",
+        low=low_weights(recipe, copies),
+    )
+
+
+def low_weights(recipe: TrainRecipe, copies: int) -> bool:
+    """Whether FSDP2 gathers bf16 weights to compute with. copies: pipelines side by side."""
+    run = recipe.run
+    sharded = run.strategy in ("zero1", "zero2", "zero3")
+    sharded |= run.strategy == "pipeline" and run.pipeline.shard and copies > 1
+    return sharded and run.precision == "bf16"
 
 
 def profile_chain(
-    chain: Chain, batch: Batch, *, bf16: bool = False, device: torch.device | None = None
+    chain: Chain,
+    batch: Batch,
+    *,
+    bf16: bool = False,
+    low: bool = False,
+    device: torch.device | None = None,
 ) -> Profile:
     """The costs of any chain for one microbatch, real (of integers: a batch is small).
 
     The chain's own weights stay as they are, and are not computed with unless `device` is given:
-    then the units are timed there.
+    then the units are timed there. low: memory and operations are those of bf16 weights.
     """
-    cost = _traced(chain, batch, bf16=bf16)
+    cost, keys = _traced(chain, batch, bf16=bf16, low=low)
     if device is None:
         return cost
-    return _with_seconds(cost, seconds(chain, _shapes(chain), batch, bf16=bf16, device=device))
+    return _with_seconds(cost, seconds(chain, keys, batch, bf16=bf16, device=device))
 
 
 def worst_batch(recipe: TrainRecipe, examples: int) -> Batch:
@@ -109,25 +103,13 @@ def worst_batch(recipe: TrainRecipe, examples: int) -> Batch:
     return batch
 
 
-def _objective(recipe: TrainRecipe, vocab_size: int, layers: int | None = None) -> Objective:
+def _objective(recipe: TrainRecipe, vocab_size: int) -> Objective:
     config: Any = network_config(recipe, vocab_size)
-    if layers is not None:
-        config.num_hidden_layers = layers
     kind: Any = AlbertForPreTraining if recipe.model.family == "albert" else LlamaForCausalLM
     network = kind(config)
     if recipe.run.activation_checkpointing:
         checkpoint_blocks(network)
     return Objective(network).train()
-
-
-def _lower(objective: Objective) -> None:
-    """Put bf16 parameters in the place of the fake ones, shared ones shared."""
-    made: dict[int, nn.Parameter] = {}
-    for module in objective.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                low = nn.Parameter(torch.empty_like(parameter, dtype=torch.bfloat16))
-                module._parameters[name] = made.setdefault(id(parameter), low)
 
 
 @dataclass(frozen=True)
@@ -149,17 +131,20 @@ class _Pass:
     peaks: Mapping[Phase, int]
 
 
-def _traced(chain: Chain, batch: Batch, *, bf16: bool) -> Profile:
-    shown, stands_for = _distinct(chain.units)
+def _traced(chain: Chain, batch: Batch, *, bf16: bool, low: bool) -> tuple[Profile, list[object]]:
+    """With it keys of the units, equal where they do equal work."""
     labels = batch.get("labels")
     labelled = 0 if labels is None else int((labels != IGNORED).sum())
     fake = _fake_mode(chain) or FakeTensorMode(allow_non_fake_inputs=True)
-    with _without_memory(chain, fake) as weights:
+    # What is compiled runs as it was written: the compiler has no place in a trace.
+    eager = torch.compiler.set_stance("force_eager")
+    with eager, _without_memory(chain, fake, low=low) as weights:
         inputs: Batch = {name: fake.from_tensor(tensor) for name, tensor in batch.items()}
         sizes: list[int] = []
-        # What is compiled runs as it was written: the compiler has no place in a trace.
-        eager = torch.compiler.set_stance("force_eager")
-        with eager, fake, LiveBytes(labelled) as live:
+        with fake, LiveBytes(labelled):  # which answers what fake tensors cannot
+            keys = _keys(chain, inputs, bf16=bf16)
+        shown, stands_for = _distinct(keys)
+        with fake, LiveBytes(labelled) as live:
             live.know(weights, weights=True)
             live.know(inputs.values())
             live.know(buffer for module in _modules(chain) for buffer in module.buffers())
@@ -177,19 +162,19 @@ def _traced(chain: Chain, batch: Batch, *, bf16: bool) -> Profile:
                 output_bytes=sizes[place],
                 forward_s=float(live.operations["forward2", place]),
                 backward_s=float(live.operations["backward2", place]),
-                forward_flops=live.operations["forward2", place],
-                backward_flops=live.operations["backward2", place],
                 **_parameters(unit, holders, names),
             )
         )
-    return Profile(
+    profile = Profile(
         tuple(costs),
         microbatch=len(batch[chain.input]),
         source="operations",
         batch_bytes=sum(tensor.numel() * tensor.element_size() for tensor in batch.values()),
         side_bytes=second.kept["side2", 0],
         bf16=bf16,
+        low_weights=low,
     )
+    return profile, keys
 
 
 def _one_pass(
@@ -291,15 +276,15 @@ def _parameters(
     }
 
 
-def _distinct(units: Sequence[Unit]) -> tuple[list[int], list[int]]:
+def _distinct(shapes: Sequence[object]) -> tuple[list[int], list[int]]:
     """Which units are traced, and for each unit the one that stands for it."""
-    shapes = [_shape(unit) for unit in units]
-    shown, stands_for = [], list(range(len(units)))
+    shown: list[int] = []
+    stands_for = list(range(len(shapes)))
     for number, shape in enumerate(shapes):
         first, last = number, number
         while first > 0 and shapes[first - 1] == shape:
             first -= 1
-        while last + 1 < len(units) and shapes[last + 1] == shape:
+        while last + 1 < len(shapes) and shapes[last + 1] == shape:
             last += 1
         if first + 1 < number < last:
             stands_for[number] = first + 1
@@ -308,19 +293,41 @@ def _distinct(units: Sequence[Unit]) -> tuple[list[int], list[int]]:
     return shown, stands_for
 
 
+def _keys(chain: Chain, inputs: Batch, *, bf16: bool) -> list[object]:
+    """Of each unit what its work depends on: itself and what comes in, under fake tensors."""
+    found: list[object] = []
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+        side = chain.side(dict(inputs))
+        hidden, same = inputs[chain.input], False
+        for number, unit in enumerate(chain.units):
+            shape = _shape(unit)
+            # Behind a unit that gives what it took an equal one need not run.
+            if not (same and number and shape == _shape(chain.units[number - 1])):
+                came = _form(hidden)
+                hidden = unit.run(hidden, side)
+                same = _form(hidden) == came
+            found.append((shape, came))
+    return found
+
+
+def _form(tensor: Tensor) -> object:
+    return tuple(tensor.shape), tensor.dtype, tensor.stride()
+
+
 def _shape(unit: Unit) -> object:
-    """Equal for units that compute the same with other weights; a unit without modules, whose
+    """Equal for units that are built the same, with other weights; a unit without modules, whose
     work nothing tells, is equal to itself alone."""
     if not unit.modules:
         return id(unit)
     return tuple(
-        (repr(module), tuple((p.shape, p.dtype, p.requires_grad) for p in module.parameters()))
+        (
+            repr(module),
+            tuple((p.shape, p.dtype, p.requires_grad) for p in module.parameters()),
+            # A forward that was put in the place of the class's own recomputes.
+            tuple((part.training, "forward" in vars(part)) for part in module.modules()),
+        )
         for _, module in unit.modules
     )
-
-
-def _shapes(chain: Chain) -> list[object]:
-    return [_shape(unit) for unit in chain.units]
 
 
 def _modules(chain: Chain) -> list[nn.Module]:
@@ -336,9 +343,11 @@ def _fake_mode(chain: Chain) -> FakeTensorMode | None:
 
 
 @contextlib.contextmanager
-def _without_memory(chain: Chain, fake: FakeTensorMode) -> Iterator[list[Tensor]]:
-    """Put fake tensors in the place of the chain's parameters and buffers while the block runs."""
-    if _fake_mode(chain) is not None:
+def _without_memory(chain: Chain, fake: FakeTensorMode, *, low: bool) -> Iterator[list[Tensor]]:
+    """Put fake tensors in the place of the chain's parameters and buffers while the block runs.
+
+    low: parameters of bf16."""
+    if _fake_mode(chain) is not None and not low:
         yield [one for module in _modules(chain) for one in module.parameters()]
         return
     swapped: list[tuple[Any, str, Tensor]] = []
@@ -349,7 +358,7 @@ def _without_memory(chain: Chain, fake: FakeTensorMode) -> Iterator[list[Tensor]
             for name, tensor in held.items():
                 if tensor is not None:
                     swapped.append((held, name, tensor))
-                    made.setdefault(id(tensor), _fake(tensor, fake))
+                    made.setdefault(id(tensor), _fake(tensor, fake, low=low))
         for held, name, tensor in swapped:
             held[name] = made[id(tensor)]
         yield [one for one in made.values() if isinstance(one, nn.Parameter)]
@@ -358,10 +367,14 @@ def _without_memory(chain: Chain, fake: FakeTensorMode) -> Iterator[list[Tensor]
             held[name] = tensor
 
 
-def _fake(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
-    """A tensor of the same shape and kind on the CPU, without memory and without gradient."""
+def _fake(tensor: Tensor, fake: FakeTensorMode, *, low: bool) -> Tensor:
+    """A tensor of the same shape and kind on the CPU, without memory and without gradient.
+
+    low: of bf16 where it is a parameter."""
+    lowered = low and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+    dtype = torch.bfloat16 if lowered else tensor.dtype
     with fake:
-        found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(found, requires_grad=tensor.requires_grad)
     return found

@@ -9,7 +9,6 @@ output of every microbatch, for the whole run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from training.parallel.memory import (
@@ -21,37 +20,38 @@ from training.parallel.memory import (
     waiting_bytes,
 )
 from training.parallel.schedules import Action, actions, rank_of, schedule_named
-from training.parallel.units import Cut, Pipe, Profile, UnitCost
+from training.parallel.units import Cut, Pipe, Profile, UnitCost, held_parameters
 
 
-def pipeline_memory(
-    profile: Profile, cut: Cut, pipe: Pipe, *, optimiser: Optimiser = "adamw", shards: int = 1
-) -> tuple[Memory, ...]:
+def pipeline_memory(profile: Profile, cut: Cut, pipe: Pipe) -> tuple[Memory, ...]:
     """The peak of each rank of one pipeline.
 
-    shards: data ranks among which FSDP2 divides the state of a stage; whole weights and gradients
-    stay from the first to the last microbatch of a step.
+    Of the pipe its `shards` and its optimiser count, not `bytes_per_parameter`. With shards whole
+    weights and gradients stay from the first to the last microbatch of a step; parameters that
+    several stages of one rank use are not divided.
     """
     schedule = schedule_named(pipe.schedule)
     order = actions(schedule, pipe.ranks, pipe.stages_per_rank, pipe.microbatches)
     ranks = [rank_of(schedule, stage, pipe.ranks) for stage in range(cut.stages)]
     return tuple(
-        _Rank(profile, cut, pipe, [stage for stage, one in enumerate(ranks) if one == rank],
-              shards).peak(order[rank], optimiser)
+        _Rank(profile, cut, pipe, [stage for stage, one in enumerate(ranks) if one == rank]).peak(
+            order[rank], pipe.optimiser
+        )
         for rank in range(pipe.ranks)
-    )  # fmt: skip
+    )
 
 
 class _Rank:
     """One rank, which holds the stages `own`."""
 
-    def __init__(self, profile: Profile, cut: Cut, pipe: Pipe, own: list[int], shards: int) -> None:
-        self.profile, self.shards, self.last = profile, shards, cut.stages - 1
+    def __init__(self, profile: Profile, cut: Cut, pipe: Pipe, own: list[int]) -> None:
+        self.profile, self.shards, self.last = profile, pipe.shards, cut.stages - 1
         self.stages = {
             stage: profile.units[cut.bounds[stage] : cut.bounds[stage + 1]] for stage in own
         }
-        elements = _parameters(self.stages.values())
-        self.shard = -(-FLOAT_BYTES * elements // shards)
+        elements, several = held_parameters(self.stages.values())
+        divided = elements - several if pipe.shards > 1 else 0
+        self.shard = FLOAT_BYTES * (elements - divided) - (-FLOAT_BYTES * divided // pipe.shards)
         element = LOW_BYTES if profile.low_weights else FLOAT_BYTES
         buffers = 0
         for stage in own:
@@ -61,7 +61,7 @@ class _Rank:
                 buffers += profile.units[cut.bounds[stage + 1] - 1].output_bytes
         self.state = Memory(
             weights=self.shard,
-            copies=element * elements if shards > 1 else 0,
+            copies=element * divided,
             moments=2 * self.shard,
             activations=pipe.microbatches * (profile.batch_bytes + buffers),
         )
@@ -97,7 +97,7 @@ class _Rank:
             kept = sum(unit.kept_bytes for unit in self.stages[stage]) + self.profile.side_bytes
             others += (count - (stage == action.stage)) * kept
         others += self.profile.side_bytes
-        gradients = FLOAT_BYTES * _parameters(self.stages[stage] for stage in gone_back)
+        gradients = FLOAT_BYTES * held_parameters(self.stages[stage] for stage in gone_back)[0]
         if action.kind == "F":
             most, name = _forward(units)
             name = f"forward of {name}"
@@ -139,10 +139,3 @@ def _forward(units: tuple[UnitCost, ...]) -> tuple[int, str]:
             most, name = inside + unit.forward_bytes, unit.name
         inside += unit.kept_bytes + unit.cached_bytes
     return most, name
-
-
-def _parameters(stages: Iterable[tuple[UnitCost, ...]]) -> int:
-    """Elements, shared ones once."""
-    units = [unit for stage in stages for unit in stage]
-    shared = {name: size for unit in units for name, size in unit.shared.items()}
-    return sum(u.parameters - sum(u.shared.values()) for u in units) + sum(shared.values())

@@ -48,10 +48,10 @@ class Stage(nn.Module):
         self.splittable: bool | None = None
         """Whether torch can split a backward pass well; None before the first forward pass.
 
-        Not where a pass calls a module with parameters more than once (ALBERT's block): on its way
-        to a weight's first use torch frees what the gradients of other weights need. Nor where
-        blocks are recomputed: torch would do that again for every few weights (11 forward passes
-        of a decoder's layer where a whole backward pass takes 2)."""
+        Not where a pass uses a parameter more than once (ALBERT's block; two modules that share a
+        weight): on its way to a weight's first use torch frees what the gradients of other weights
+        need. Nor where blocks are recomputed: torch would do that again for every few weights (11
+        forward passes of a decoder's layer where a whole backward pass takes 2)."""
         self._batches: Sequence[Batch] = ()
         self._seeds: Seeds | None = None
         put(self, (named for _, unit in self._units for named in unit.modules))
@@ -86,12 +86,12 @@ class Stage(nn.Module):
 
 
 @contextlib.contextmanager
-def _calls(root: nn.Module) -> Iterator[Counter[int]]:
-    """How often each module with parameters of its own is called, by its id."""
-    found: Counter[int] = Counter()
+def _calls(root: nn.Module) -> Iterator[Counter[nn.Parameter]]:
+    """How often the modules that hold each parameter are called, all together."""
+    found: Counter[nn.Parameter] = Counter()
 
     def count(module: nn.Module, _: object) -> None:
-        found[id(module)] += 1
+        found.update({one for one in module._parameters.values() if one is not None})
 
     hooks = [
         module.register_forward_pre_hook(count) for module in root.modules() if module._parameters

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from training.parallel.schedules import SCHEDULES, rank_of
-from training.parallel.units import Cut, Pipe, Profile
+from training.parallel.units import Cut, Pipe, Profile, held_parameters
 
 _FLOAT_BYTES = 4
 
@@ -27,12 +27,14 @@ class Traffic:
     weights: int = 0
     hidden: int = 0
     """Between the stages of a pipeline, gradients of hidden states among them."""
+    tied: int = 0
+    """Gradients of parameters that other stages hold too."""
     formula: str = "nothing to send"
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.gradients + self.weights + self.hidden
+        return self.gradients + self.weights + self.hidden + self.tied
 
 
 def all_reduce(size: int, ranks: int) -> int:
@@ -76,10 +78,18 @@ def data_parallel(
 def pipeline(
     profile: Profile, cut: Cut, pipe: Pipe, *, replicas: int, shard: bool, bf16: bool
 ) -> Traffic:
-    """Traffic of the busiest device of `replicas` pipelines side by side.
+    """Traffic of the busiest device of `replicas` pipelines side by side: see `by_rank`."""
+    found = by_rank(profile, cut, pipe, replicas=replicas, shard=shard, bf16=bf16)
+    return max(found, key=lambda one: one.total)
+
+
+def by_rank(
+    profile: Profile, cut: Cut, pipe: Pipe, *, replicas: int, shard: bool, bf16: bool
+) -> list[Traffic]:
+    """Traffic of each device of one of `replicas` pipelines side by side.
 
     shard: the replicas of a stage hold its gradients and optimiser state in parts (FSDP2), with
-    the weights whole for all of a step.
+    the weights whole for all of a step; but for parameters that several stages of one rank use.
     """
     schedule = SCHEDULES[pipe.schedule]
     places = [rank_of(schedule, stage, pipe.ranks) for stage in range(cut.stages)]
@@ -90,28 +100,24 @@ def pipeline(
             size = pipe.microbatches * profile.units[cut.bounds[stage + 1] - 1].output_bytes
             hidden[here] += size
             hidden[there] += size
-    tied = _tied(profile, cut, places, pipe.ranks)
-    found = []
-    for rank in range(pipe.ranks):
-        own = sum(
-            profile.parameters(cut.bounds[stage], cut.bounds[stage + 1])
-            for stage in range(cut.stages)
-            if places[stage] == rank
-        )
-        gradients = _FLOAT_BYTES * own
-        if shard:
-            weights = all_gather((2 if bf16 else _FLOAT_BYTES) * own, replicas)
-            averaged = all_gather(gradients, replicas)
-        else:
-            weights, averaged = 0, all_reduce(gradients, replicas)
-        found.append(Traffic(averaged + tied[rank], weights, hidden[rank]))
-    most = max(found, key=lambda one: one.total)
+    tied = _tied(profile, cut, places, pipe.ranks, parts=replicas if shard else 1)
     formula = "2 m A"
     if replicas > 1:
         formula += " + (n-1)/n (G + W)" if shard else " + 2 (n-1)/n G"
     if any(tied):
         formula += " + tied G"
-    return Traffic(most.gradients, most.weights, most.hidden, formula)
+    found = []
+    for rank in range(pipe.ranks):
+        stages = [stage for stage in range(cut.stages) if places[stage] == rank]
+        own, several = held_parameters(
+            profile.units[cut.bounds[stage] : cut.bounds[stage + 1]] for stage in stages
+        )
+        divided = own - several if shard else 0
+        averaged = all_gather(_FLOAT_BYTES * divided, replicas)
+        averaged += all_reduce(_FLOAT_BYTES * (own - divided), replicas)
+        weights = all_gather((2 if bf16 else _FLOAT_BYTES) * divided, replicas)
+        found.append(Traffic(averaged, weights, hidden[rank], tied[rank], formula))
+    return found
 
 
 def exposed_s(
@@ -133,8 +139,9 @@ def exposed_s(
     return max(0.0, gather_s - forward_s) + times * max(0.0, reduce_s / times - backward_s)
 
 
-def _tied(profile: Profile, cut: Cut, places: list[int], ranks: int) -> list[int]:
-    """Bytes that each rank sends for parameters that other ranks of its pipeline hold too."""
+def _tied(profile: Profile, cut: Cut, places: list[int], ranks: int, parts: int) -> list[int]:
+    """Bytes that each rank sends for parameters that other ranks of its pipeline hold too, in
+    `parts` that are divided among pipelines."""
     holders: dict[str, set[int]] = {}
     sizes: dict[str, int] = {}
     for stage in range(cut.stages):
@@ -145,5 +152,5 @@ def _tied(profile: Profile, cut: Cut, places: list[int], ranks: int) -> list[int
     found = [0] * ranks
     for name, on in holders.items():
         for rank in on:
-            found[rank] += all_reduce(_FLOAT_BYTES * sizes[name], len(on))
+            found[rank] += all_reduce(-(-_FLOAT_BYTES * sizes[name] // parts), len(on))
     return found

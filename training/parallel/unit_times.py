@@ -19,30 +19,31 @@ _WARMUPS, _TIMES = 2, 5
 
 def seconds(
     chain: Chain,
-    shapes: Sequence[object],
+    keys: Sequence[object],
     batch: Batch,
     *,
     bf16: bool,
     device: torch.device,
 ) -> list[tuple[float, float]]:
-    """Of the forward and the backward pass of each unit; those of equal shapes are timed once.
+    """Of the forward and the backward pass of each unit; those of equal keys are timed once.
 
     Weights that are elsewhere are on the device only while their unit is timed. They get no
     gradients.
     """
     inputs = {name: tensor.to(device) for name, tensor in batch.items()}
-    found: dict[object, tuple[float, float]] = {}
+    found: dict[object, tuple[tuple[float, float], Tensor]] = {}
     times = []
     common = [module for _, module in chain.common]
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         with _on(device, common), torch.autocast(device.type, dtype=torch.bfloat16, enabled=bf16):
             side = chain.side(dict(inputs))
         hidden = inputs[chain.input]
-        for unit, shape in zip(chain.units, shapes, strict=True):
-            if shape not in found:
+        for unit, key in zip(chain.units, keys, strict=True):
+            if key not in found:
                 with _on(device, [module for _, module in unit.modules]):
-                    found[shape], hidden = _unit_seconds(unit, hidden, side, bf16, device)
-            times.append(found[shape])
+                    found[key] = _unit_seconds(unit, hidden, side, bf16, device)
+            took, hidden = found[key]
+            times.append(took)
     return times
 
 

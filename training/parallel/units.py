@@ -6,8 +6,10 @@ it. The numbers are for one microbatch on one device; where they come from: `par
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,6 @@ class UnitCost:
     """Elements of each parameter of its own with more than one dimension."""
     sharded_alone: bool = False
     """Whether FSDP2 gathers its weights by themselves."""
-    forward_flops: int = 0
-    backward_flops: int = 0
 
     @property
     def seconds(self) -> float:
@@ -82,6 +82,21 @@ class Profile:
         return own + sum(shared.values())
 
 
+def held_parameters(stages: Iterable[Sequence[UnitCost]]) -> tuple[int, int]:
+    """Elements that a rank with these stages holds, each once; and of them those that more than
+    one of the stages uses."""
+    users: Counter[str] = Counter()
+    sizes: dict[str, int] = {}
+    own = 0
+    for units in stages:
+        shared = {name: size for unit in units for name, size in unit.shared.items()}
+        own += sum(unit.parameters - sum(unit.shared.values()) for unit in units)
+        sizes.update(shared)
+        users.update(shared.keys())
+    several = sum(sizes[name] for name, count in users.items() if count > 1)
+    return own + sum(sizes.values()), several
+
+
 @dataclass(frozen=True)
 class Pipe:
     """How a pipeline runs: what a cut is judged by."""
@@ -99,6 +114,10 @@ class Pipe:
     """Cap of each rank; None: none."""
     bytes_per_parameter: float = 16.0
     """Weights, gradients and optimiser state: 16 for float32 and two moments."""
+    shards: int = 1
+    """Data ranks among which FSDP2 divides the state of a stage; 1: each holds all of it."""
+    optimiser: Literal["adamw", "lamb"] = "adamw"
+    """LAMB's updates take memory of their own."""
     whole_backward: bool = False
     """Whether a backward pass that a schedule splits is done whole in its first part (recomputed
     blocks, and weights that a stage uses twice)."""

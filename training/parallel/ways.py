@@ -10,21 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import cast
 
-from models.errors import UserError
 from training import microbatches as dealing
-from training.parallel import traffic
-from training.parallel.ladder import Devices, Stages, size
+from training.parallel import layout, traffic
+from training.parallel.ladder import Devices, Stages
 from training.parallel.memory import Strategy, memory_of
-from training.parallel.partition import optimal
-from training.parallel.profile import profile_recipe
-from training.parallel.rank_memory import pipeline_memory
+from training.parallel.profile import low_weights, profile_recipe
 from training.parallel.timing import step_time
 from training.parallel.traffic import Traffic
 from training.parallel.units import Pipe, Profile
 from training.recipe import TrainRecipe
 
 SHARDED = ("zero1", "zero2", "zero3")
-_FLOAT_BYTES, _LOW_BYTES = 4, 2
 
 
 @dataclass(frozen=True)
@@ -77,24 +73,31 @@ class Ways:
         """Microbatches of a device in a step."""
         return dealing.count(self.examples, microbatch, replicas) // replicas
 
-    def profile(self, settings: Settings) -> Profile:
-        """The network's units, traced."""
-        sharded = settings.strategy in SHARDED and settings.bf16
-        strategy = settings.strategy if sharded else "ddp"
-        key = (settings.precision, settings.checkpointing, settings.microbatch, sharded)
+    def profile(self, settings: Settings, *, copies: int = 1, shard: bool = False) -> Profile:
+        """The network's units, traced. copies: pipelines side by side, with or without shards."""
+        recipe = self._recipe(settings, shard=shard)
+        low = low_weights(recipe, copies)
+        key = (settings.precision, settings.checkpointing, settings.microbatch, low)
         if key not in self._profiles:
-            run = self.recipe.run.model_copy(
-                update={
-                    "strategy": strategy,
-                    "precision": settings.precision,
-                    "activation_checkpointing": settings.checkpointing,
-                }
-            )
-            recipe = self.recipe.model_copy(update={"run": run})
             self._profiles[key] = profile_recipe(
-                recipe, self._vocab_size, microbatch=settings.microbatch
+                recipe, self._vocab_size, microbatch=settings.microbatch, copies=copies
             )
         return self._profiles[key]
+
+    def _recipe(
+        self, settings: Settings, *, shard: bool = False, ranks: int | None = None
+    ) -> TrainRecipe:
+        """The recipe with settings of a rung. ranks: of one pipeline."""
+        asked = self.recipe.run.pipeline
+        run = self.recipe.run.model_copy(
+            update={
+                "strategy": settings.strategy,
+                "precision": settings.precision,
+                "activation_checkpointing": settings.checkpointing,
+                "pipeline": asked.model_copy(update={"ranks": ranks, "shard": shard}),
+            }
+        )
+        return self.recipe.model_copy(update={"run": run})
 
     def in_parallel(self, settings: Settings, devices: Devices) -> Way:
         """single, ddp, zero1, zero2, zero3 on all devices."""
@@ -133,39 +136,43 @@ class Ways:
             )
         return Way(settings, passes, memory.to_json(), sent, work + waiting, waits=waiting > 0)
 
+    def pipe(
+        self, settings: Settings, devices: Devices, ranks: int, *, shard: bool, capped: bool = True
+    ) -> Pipe:
+        """A pipeline of `ranks` devices, copies of it on the others. UserError where the schedule
+        takes no such numbers."""
+        replicas = devices.ranks // ranks
+        speed = devices.speed(settings.precision)
+        return layout.pipe_for(
+            self._recipe(settings, shard=shard, ranks=ranks),
+            ranks,
+            self.passes(settings.microbatch, replicas),
+            copies=replicas,
+            usable_bytes=devices.usable_bytes if capped else None,
+            bandwidth_bytes_s=devices.bandwidth(inside=devices.nodes == 1) if speed else None,
+        )
+
     def pipeline(
-        self,
-        settings: Settings,
-        devices: Devices,
-        pipe: Pipe,
-        *,
-        shard: bool,
-        capped: bool = True,
+        self, settings: Settings, devices: Devices, ranks: int, *, shard: bool, capped: bool = True
     ) -> Way:
-        """Pipelines side by side, with the best cut that fits (capped) or the best of all.
+        """Pipelines side by side, with the cut that a run makes if it fits (capped), or the one
+        whose fullest rank holds the least.
 
         Stages are on different nodes where there are several, the copies of a stage on one: hidden
         states are less than gradients. Raises UserError where no cut fits.
         """
-        replicas = devices.ranks // pipe.ranks
-        traced = replace(settings, strategy="zero2") if shard else settings
-        profile = self.profile(traced)
+        replicas = devices.ranks // ranks
+        pipe = self.pipe(settings, devices, ranks, shard=shard, capped=capped)
+        profile = self.profile(settings, copies=replicas, shard=shard)
         speed = devices.speed(settings.precision)
         timed = _timed(profile, speed)
-        between = devices.bandwidth(inside=devices.nodes == 1) if speed else None
-        pipe = replace(
-            pipe,
-            bandwidth_bytes_s=between,
-            memory_bytes=devices.usable_bytes if capped else None,
-            bytes_per_parameter=_state_bytes(replicas, bf16=settings.bf16, shard=shard),
-            whole_backward=settings.checkpointing or self.recipe.model.family == "albert",
-        )
-        cut = optimal(timed, pipe)
+        find = layout.fitting if capped else layout.smallest
+        cut, memory = find(timed, self._recipe(settings, shard=shard, ranks=ranks), pipe)
         timing = step_time(timed, cut, pipe)
         sent = traffic.pipeline(
             profile, cut, pipe, replicas=replicas, shard=shard, bf16=settings.bf16
         )
-        work = timing.step_s
+        work = timing.step_s  # the gradients of tied parameters are in it
         inside = devices.bandwidth(inside=devices.per_node % replicas == 0)
         if speed and inside:
             work += (sent.gradients + sent.weights) / inside
@@ -178,16 +185,6 @@ class Ways:
             bounds=cut.bounds,
             bubble=timing.bubble,
         )
-        peaks = pipeline_memory(
-            profile,
-            cut,
-            pipe,
-            optimiser=self.recipe.optimiser.name,
-            shards=replicas if shard else 1,
-        )
-        memory = max(peaks, key=lambda one: one.total)
-        if capped and memory.total > devices.usable_bytes:
-            raise UserError(f"a rank would want {size(memory.total)}")
         return Way(settings, pipe.microbatches, memory.to_json(), sent, work, stages=stages)
 
 
@@ -200,14 +197,3 @@ def _timed(profile: Profile, speed: float | None) -> Profile:
         for unit in profile.units
     )
     return replace(profile, units=units)
-
-
-def _state_bytes(replicas: int, *, bf16: bool, shard: bool) -> float:
-    """What a rank of a pipeline holds for each parameter of its stages, for the search of a cut.
-
-    shard: weights and moments in parts, beside them whole weights and whole gradients (torch's
-    schedules reduce them once, at the end).
-    """
-    if not shard:
-        return 4.0 * _FLOAT_BYTES
-    return 4 * _FLOAT_BYTES / replicas + (_LOW_BYTES if bf16 else _FLOAT_BYTES) + _FLOAT_BYTES

@@ -100,6 +100,10 @@ def naive_peaks(profile: Profile, cut: Cut, pipe: Pipe) -> list[float]:
                 unit = profile.units[number]
                 cached += unit.cached_bytes
                 moment = unit.forward_bytes + cached if kind == "F" else unit.backward_bytes
+                if kind != "F":
+                    moment += 4 * _between(profile, cut.of(stage), number)
+                    if number == cut.of(stage)[-1] and stage + 1 < cut.stages:
+                        moment -= unit.output_bytes  # comes in a buffer
                 most = max(most, others + before + moment)
                 before += unit.kept_bytes
             most = max(most, others + before)
@@ -111,3 +115,16 @@ def naive_peaks(profile: Profile, cut: Cut, pipe: Pipe) -> list[float]:
             pipe.bytes_per_parameter * sum(elements.values()) + pipe.microbatches * buffers + most
         )
     return peaks
+
+
+def _between(profile: Profile, stage: range, number: int) -> int:
+    """Elements of the parameters that a unit of the stage behind `number` uses, and one up to it:
+    their gradients wait."""
+    behind: dict[str, int] = {}
+    before: set[str] = set()
+    for unit in stage:
+        if unit > number:
+            behind.update(profile.units[unit].shared)
+        else:
+            before.update(profile.units[unit].shared)
+    return sum(size for name, size in behind.items() if name in before)

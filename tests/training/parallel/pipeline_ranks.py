@@ -187,6 +187,8 @@ def root_of(case: Case) -> nn.Module:
     layers, dropout = case["units"] - 2, case.get("dropout", 0.0)
     if case["network"] == "sequential":
         return _sequential(case["units"])
+    if case["network"] == "shared":
+        return nn.Sequential(nn.Embedding(VOCAB, 8), *(_shared() for _ in range(case["units"] - 1)))
     if case["network"] == "twice":
         return nn.Sequential(nn.Embedding(VOCAB, 8), *(_Twice() for _ in range(case["units"] - 1)))
     if case["network"] == "albert":
@@ -211,6 +213,13 @@ def _sequential(units: int) -> nn.Module:
     blocks += [nn.Sequential(nn.Linear(8, 8), nn.Unflatten(2, (2, 4)), nn.Flatten(2))]
     blocks += [nn.Sequential(nn.GELU(), nn.Linear(8, 8)) for _ in range(units - 4)]
     return nn.Sequential(*blocks, wide).train()
+
+
+def _shared() -> nn.Module:
+    """Two modules with one weight and biases of their own, one after the other."""
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    second.weight = first.weight
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), first, nn.Tanh(), second, nn.Tanh())
 
 
 class _Twice(nn.Module):
@@ -273,7 +282,7 @@ def _shorter(batches: Sequence[Batch]) -> Iterator[Batch]:
 def weigh_of(case: Case) -> Weigh:
     """The loss of a microbatch: sums over its labels by the labels of all microbatches."""
     batches = batches_of(case)
-    if case["network"] in ("sequential", "twice"):
+    if case["network"] in ("sequential", "twice", "shared"):
         return lambda output, _: output.float().square().sum() / len(batches)
     counts = torch.stack([Objective.counts(batch) for batch in batches]).sum(0)
     return lambda output, _: (unpacked(output).sums / counts[:, None].float()).sum()

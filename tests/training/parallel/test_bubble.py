@@ -13,7 +13,7 @@ from tests.training import forked
 def test_two_ranks_and_four_microbatches_take_five_eighths(tmp_path: Path) -> None:
     forked.context()
     found = bubble(2, tmp_path, start_method="forkserver")
-    # Two stages of 0.18 s, four microbatches: 1.44 s in one process, whatever the machine does.
-    assert found.alone_s == pytest.approx(1.44, rel=0.03)
+    # Two stages of 0.3 s, four microbatches: 2.4 s in one process, whatever the machine does.
+    assert found.alone_s == pytest.approx(2.4, rel=0.03)
     assert found.ratio == pytest.approx(found.formula, abs=0.03)
     assert found.formula == 0.625

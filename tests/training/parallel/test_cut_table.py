@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from training.parallel.cut_table import heavy_unit, table
+from training.parallel.ladder import size
+from training.parallel.rank_memory import pipeline_memory
 from training.parallel.units import Cut, Pipe, Profile, UnitCost
 
 
@@ -23,12 +25,12 @@ def _model(head_s: float, source: str = "given") -> Profile:
 
 def test_the_table_of_a_cut() -> None:
     """Stage 0: 3 x 16 MiB of state, one microbatch more than the one that computes, 3 x 2, and of
-    that one at most 2 + 2 + 5; 4 buffers of a MiB."""
+    that one at most 2 + 2 + 5 - 1; 4 buffers of a MiB."""
     found = table(_model(6.0), Cut((0, 3, 6)), Pipe(2, 4))
     assert found.splitlines() == [
-        "stage  rank  units                 parameters  in flight  memory   time  sends",
-        "    0     0  embedding .. layer 1   3,145,728          2  67 MiB  6.3 s  1 MiB",
-        "    1     1  layer 2 .. head        3,145,728          1  61 MiB   12 s    0 B",
+        "stage  rank  units                 parameters  in flight  rank memory   time     sends",
+        "    0     0  embedding .. layer 1   3,145,728          2     66.0 MiB  6.3 s  1.00 MiB",
+        "    1     1  layer 2 .. head        3,145,728          1     61.0 MiB   12 s       0 B",
         "step by 1f1b, 4 microbatches on 2 ranks: 54.3 s, bubble 32.6%; 45.75 s if all stages were "
         "even",
         "stage 1 (layer 2 .. head) bounds the step: the others wait for it",
@@ -47,16 +49,19 @@ def test_a_unit_that_no_cut_divides_is_told() -> None:
     )
 
 
-def test_ranks_with_several_stages_have_their_memory_below() -> None:
-    lines = table(_model(3.0), Cut((0, 2, 3, 4, 6)), Pipe(2, 4, "zbv", 2)).splitlines()
+def test_memory_is_that_of_the_rank_with_all_its_stages() -> None:
+    cut, pipe = Cut((0, 2, 3, 4, 6)), Pipe(2, 4, "zbv", 2)
+    lines = table(_model(3.0), cut, pipe).splitlines()
     assert [line.split()[:2] for line in lines[1:5]] == [
         ["0", "0"],
         ["1", "1"],
         ["2", "1"],
         ["3", "0"],
     ]
-    assert lines[5].startswith("memory of the ranks: ")
-    assert lines[5].count("MiB") == 2
+    first, second = (size(one.total) for one in pipeline_memory(_model(3.0), cut, pipe))
+    assert [line.count(shown) for line, shown in zip(
+        lines[1:5], (first, second, second, first), strict=True
+    )] == [1] * 4  # fmt: skip
 
 
 def test_even_stages_bound_nothing_and_operations_are_no_seconds() -> None:

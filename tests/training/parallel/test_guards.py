@@ -17,9 +17,12 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from models.albert import build_albert
+from models.decoder import build_decoder
 from models.errors import UserError
+from training.objectives import Objective
 from training.parallel import guards
-from training.parallel.chain import Chain, module_chain
+from training.parallel.chain import Chain, module_chain, objective_chain
 from training.parallel.schedules import SCHEDULES
 from training.parallel.units import Cut
 
@@ -123,6 +126,24 @@ def test_one_parameter_object_is_no_hidden_alias() -> None:
     _two_ranks(module_chain(root))
     shared = nn.Linear(2, 2)
     _two_ranks(module_chain(nn.Sequential(shared, nn.GELU(), nn.GELU(), nn.Sequential(shared))))
+
+
+@pytest.mark.parametrize("build", [build_albert, build_decoder])
+def test_a_parameter_of_no_unit_is_refused(build: Callable[..., nn.Module]) -> None:
+    """It would be trained by no stage."""
+    objective = Objective(build("tiny", 90, max_length=32))
+    objective_chain(objective)
+    objective.network.scale = nn.Parameter(torch.ones(1))
+    told = _refused(lambda: objective_chain(objective))
+    assert told.startswith("parameter 'network.scale' belongs to none of the units of a '")
+    assert "another run.strategy" in told
+
+
+def test_a_parameter_of_no_block_is_refused() -> None:
+    told = _refused(lambda: module_chain(_linears(), ["0", "1", "3"]))
+    assert told == (
+        "parameter '2.weight' belongs to none of the blocks 0, 1, 3: add the block that uses it"
+    )
 
 
 def test_microbatches_of_different_shapes_are_refused() -> None:

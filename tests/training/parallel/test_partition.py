@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from models.errors import UserError
 from tests.training.parallel.chains import chain, naive_peaks, profiles
 from training.parallel import partition
-from training.parallel.partition import Ties, least_formula, optimal, uniform
+from training.parallel.partition import Ties, least_formula, optimal, smallest, uniform
 from training.parallel.schedules import rank_of, schedule_named
 from training.parallel.timing import formula_s, stage_of, step_time
 from training.parallel.units import Cut, Pipe, Profile
@@ -157,6 +157,15 @@ def test_a_cut_that_is_climbed_to_is_never_worse_than_uniform(
         assert taken <= step_time(profile, exact, pipe).step_s * (1 + 1e-9)
 
 
+@settings(max_examples=60, deadline=None)
+@given(_problems(st.one_of(_SINGLE, _SEVERAL), 8))
+def test_the_smallest_cut_is_found(problem: tuple[Profile, Pipe, Ties]) -> None:
+    profile, pipe, _ = problem
+    found = max(naive_peaks(profile, smallest(profile, pipe), pipe))
+    cuts = _all_cuts(profile, replace(pipe, memory_bytes=None), "apart")
+    assert found == pytest.approx(min(max(naive_peaks(profile, one, pipe)) for one in cuts))
+
+
 def test_uniform_counts_units() -> None:
     profile = chain([1.0] * 11)
     assert uniform(profile, Pipe(2, 4)) == Cut((0, 6, 11))
@@ -187,8 +196,9 @@ def test_memory_moves_a_cut() -> None:
     with pytest.raises(UserError) as refusal:
         optimal(heavy, Pipe(2, 4, memory_bytes=3000))
     told = str(refusal.value)
-    assert "at best stage 0 ('unit 0' to 'unit 1') on rank 0 wants 3.125 KiB" in told
+    assert "at best stage 0 ('unit 0' to 'unit 1') on rank 0 wants 3.12 KiB" in told
     assert "'2.93 KiB'" in told
+    assert smallest(heavy, Pipe(2, 4)) == Cut((0, 2, 8))  # not the fastest
     assert "more ranks" in told
 
 

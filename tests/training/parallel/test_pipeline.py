@@ -6,15 +6,21 @@ import json
 import socket
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from tests.training import forked
 from tests.training.parallel import pipeline_ranks
 from tests.training.parallel.pipeline_ranks import Case
+from training.parallel.chain import module_chain
+from training.parallel.pipeline import Pipeline
 from training.parallel.schedules import SCHEDULES
+from training.parallel.stage import Stage
 
 NETWORKS = ("tied", "untied", "albert")
 TIED = {"tied": "embed_tokens.weight", "albert": "word_embeddings.weight", "untied": "nothing"}
@@ -62,6 +68,9 @@ TWO: dict[str, Case] = {
         for name in ("1f1b", "interleaved-1f1b", *SPLIT)
     },
     "a weight used twice": _case("1f1b", 2, network="twice"),
+    **{f"{name} shared": _case(name, 2, network="shared") for name in ("1f1b", *SPLIT)},
+    **{f"{name} dropout": _case(name, 2, dropout=0.2) for name in ("gpipe", "looped-bfs", *SPLIT)},
+    "1f1b dropout albert": _case("1f1b", 2, network="albert", dropout=0.2),
     "one microbatch": _case("gpipe", 2, microbatches=1),
     "uneven": _case("1f1b", 2, microbatches=3, cut=[0, 4, 5]),
     "one stage, zero bubble": _case("interleaved-zero-bubble", 2, stages_per_rank=1, cut=[0, 3, 5]),
@@ -192,6 +201,36 @@ def test_what_cannot_run_is_told_on_every_rank(two: list[list[dict[str, Any]]], 
     assert len(found) == 2
     for rank in found:
         assert REFUSED[name][1] in rank["refused"]
+
+
+@pytest.mark.parametrize("name", ["zbv", "interleaved-zero-bubble"])
+def test_a_weight_that_a_module_uses_twice_is_told_or_right(name: str, tmp_path: Path) -> None:
+    """Never seen before the step: all ranks end, with the reason in one line."""
+    with pytest.raises(ProcessRaisedException, match=f"schedule '{name}' splits the backward pass"):
+        _run(2, [_case(name, 2, network="twice")], tmp_path)
+
+
+def test_a_step_that_fails_leaves_no_batches_behind() -> None:
+    class Failing:
+        def step(self, *_: Any, **__: Any) -> None:
+            raise RuntimeError("boom")
+
+    stage = Stage(
+        module_chain(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), (0, 1),
+        device=torch.device("cpu"), bf16=False, splits=False,
+    )  # fmt: skip
+    pipeline = Pipeline.__new__(Pipeline)
+    vars(pipeline).update(
+        _microbatches=1, _named={}, module=stage, _stages={0: stage}, _schedule=SCHEDULES["1f1b"],
+        _at=SimpleNamespace(pipeline=0, pipelines=((0, 1),)), _prepared=lambda _: Failing(),
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="boom"):
+        pipeline.step(
+            [{"input": torch.zeros(1, 2)}], lambda output, _: output.sum(), seed=0, step=0
+        )
+    left: Any = (stage._batches, stage._seeds, pipeline._batches, pipeline._weigh)
+    assert left == ((), None, (), None)
+    assert pipeline._outputs == []
 
 
 @pytest.mark.slow

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import resource
 import time
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.training.step_examples import objective
-from training.parallel.chain import module_chain, objective_chain
+from training.networks import build_network
+from training.objectives import Objective
+from training.parallel.chain import Chain, module_chain, objective_chain
 from training.parallel.profile import profile_chain, profile_recipe, worst_batch
-from training.recipe import TrainRecipe, load_recipe
+from training.recipe import Pipeline, TrainRecipe, load_recipe
 
 ROWS, WIDTH, HIDDEN = 8, 16, 64
 
@@ -40,10 +45,9 @@ def test_bytes_and_flops_by_hand() -> None:
     # The first layer's result, which ReLU makes another of.
     assert unit.forward_bytes == 4 * ROWS * 2 * HIDDEN
     assert unit.gradient_bytes == 4 * unit.parameters
-    assert unit.forward_flops == 2 * ROWS * weights
+    assert unit.forward_s == 2 * ROWS * weights  # a FLOP is a second
     # Of the weights of both layers, and of the input of the second.
-    assert unit.backward_flops == 2 * ROWS * (weights + WIDTH * HIDDEN)
-    assert (unit.forward_s, unit.backward_s) == (unit.forward_flops, unit.backward_flops)
+    assert unit.backward_s == 2 * ROWS * (weights + WIDTH * HIDDEN)
     assert profile.source == "operations"
     assert profile.batch_bytes == 4 * ROWS * WIDTH
 
@@ -61,8 +65,8 @@ def test_equal_units_are_traced_once_and_told_all() -> None:
         (few[1], many[20]),
         (few[2], many[29]),
     ):
-        assert (one.kept_bytes, one.backward_bytes, one.gradient_bytes, one.forward_flops) == (
-            other.kept_bytes, other.backward_bytes, other.gradient_bytes, other.forward_flops
+        assert (one.kept_bytes, one.backward_bytes, one.gradient_bytes, one.forward_s) == (
+            other.kept_bytes, other.backward_bytes, other.gradient_bytes, other.forward_s
         )  # fmt: skip
 
 
@@ -70,6 +74,53 @@ def test_blocks_that_differ_in_nothing_but_a_setting_are_not_equal() -> None:
     parts = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(share)) for share in (0.0, 0.0, 0.5, 0.5)]
     units = profile_chain(module_chain(nn.Sequential(*parts)), {"input": torch.zeros(4, 8)}).units
     assert units[2].kept_bytes > units[1].kept_bytes  # dropout keeps its mask
+
+
+def test_equal_blocks_of_different_inputs_are_not_equal() -> None:
+    """Convolutions of one repr that halve the image: each does less than the one before."""
+    network = nn.Sequential(*(nn.Conv2d(4, 4, 3, stride=2, padding=1) for _ in range(5)))
+    batch = {"input": torch.zeros(2, 4, 64, 64)}
+    profile = profile_chain(module_chain(network), batch, device=torch.device("cpu"))
+    assert [unit.output_bytes for unit in profile.units] == [32768, 8192, 2048, 512, 128]
+    counted = profile_chain(module_chain(network), batch).units
+    assert [one.forward_s / two.forward_s for one, two in itertools.pairwise(counted)] == [4.0] * 4
+    assert len({unit.seconds for unit in profile.units}) == 5  # each timed by itself
+
+
+def test_blocks_that_are_recomputed_are_not_like_those_that_are_not() -> None:
+    network = _stack(6)
+    for block in list(network)[3:]:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    units = profile_chain(module_chain(network), {"input": torch.zeros(ROWS, WIDTH)}).units
+    plain, again = units[1], units[4]
+    # The second layer's product is not needed again.
+    assert again.backward_s == plain.backward_s + plain.forward_s - 2 * ROWS * HIDDEN * WIDTH
+    assert plain.kept_bytes > again.kept_bytes
+
+
+def test_weights_are_on_the_device_only_while_they_are_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What `side` needs goes there first; then each distinct unit, there and back."""
+    chain = objective_chain(objective("decoder"))
+    moved: list[tuple[nn.Module, torch.device]] = []
+    monkeypatch.setattr(nn.Module, "to", lambda self, where: moved.append((self, where)) or self)
+    batch = worst_batch(_tiny("decoder"), 2)
+    profile_chain(chain, batch, device=torch.device("cpu"))
+    rotary = chain.common[0][1]
+    embedding, first, *_, head = (unit.modules for unit in chain.units)
+    assert [module for module, _ in moved] == [
+        *[rotary] * 2,
+        *[embedding[0][1]] * 2,
+        *[first[0][1]] * 2,
+        *[module for _ in range(2) for _, module in head],
+    ]
+    assert {where.type for _, where in moved} == {"cpu"}
+
+
+def _weights(chain: Chain) -> list[nn.Parameter]:
+    return [one for unit in chain.units for _, module in unit.modules
+            for one in module.parameters()]  # fmt: skip
 
 
 @pytest.mark.parametrize("family", ["albert", "decoder"])
@@ -107,13 +158,18 @@ def test_a_recipe_is_profiled_as_its_network_is() -> None:
     """Weights without memory and real ones give the same numbers."""
     for family in ("albert", "decoder"):
         wanted = _tiny(family)
-        from training.networks import build_network
-        from training.objectives import Objective
-
         real = objective_chain(Objective(build_network(wanted, 90)).train())
         assert profile_chain(real, worst_batch(wanted, 2)) == profile_recipe(
             wanted, 90, microbatch=2
         )
+        low = wanted.model_copy(update={"run": wanted.run.model_copy(
+            update={"strategy": "pipeline", "precision": "bf16",
+                    "pipeline": Pipeline(shard=True)})})  # fmt: skip
+        found = profile_chain(real, worst_batch(wanted, 2), bf16=True, low=True)
+        assert found == profile_recipe(low, 90, microbatch=2, copies=2)
+        assert found.low_weights
+        assert not profile_recipe(low, 90, microbatch=2, copies=1).low_weights
+        assert all(one.dtype == torch.float32 for one in _weights(real))  # put back
 
 
 def test_settings_of_the_run_change_what_is_kept() -> None:
@@ -150,12 +206,13 @@ def test_recomputation_is_a_second_forward_pass() -> None:
     )
     # But for its last product, whose result the backward pass does not need.
     last = 2 * 64 * 704 * 256
-    assert again.backward_flops == plain.backward_flops + plain.forward_flops - last
+    assert again.backward_s == plain.backward_s + plain.forward_s - last
 
 
 def test_measured_seconds() -> None:
     wanted = _tiny("decoder")
-    profile = profile_recipe(wanted, 50_000, microbatch=4, device=torch.device("cpu"))
+    chain = objective_chain(Objective(build_network(wanted, 50_000)).train())
+    profile = profile_chain(chain, worst_batch(wanted, 4), device=torch.device("cpu"))
     assert profile.source == "measured"
     assert all(0 < unit.forward_s < 1 and 0 < unit.backward_s < 1 for unit in profile.units)
     assert len({unit.seconds for unit in profile.units[1:-1]}) == 1

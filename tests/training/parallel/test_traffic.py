@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.parallel.traffic import Traffic, all_gather, all_reduce, data_parallel, pipeline
+from training.parallel.traffic import (
+    Traffic,
+    all_gather,
+    all_reduce,
+    by_rank,
+    data_parallel,
+    pipeline,
+)
 from training.parallel.units import Cut, Pipe, Profile, UnitCost
 
 PARAMETERS = 1_840_000
@@ -92,9 +98,17 @@ def test_replicas_add_up_the_gradients_of_a_stage() -> None:
 def test_tied_weights_are_added_up_where_ranks_differ() -> None:
     tied = chain(30, 10, 10, 30, tied=20)
     apart = one(tied, (0, 2, 4), Pipe(2, 8))
-    assert apart == Traffic(gradients=80, hidden=8_000, formula="2 m A + tied G")
+    assert apart == Traffic(tied=80, hidden=8_000, formula="2 m A + tied G")
     together = Pipe(2, 8, schedule="zbv", stages_per_rank=2)
-    assert one(tied, (0, 1, 2, 3, 4), together).gradients == 0
+    assert one(tied, (0, 1, 2, 3, 4), together).tied == 0
+    # The rank with both ends holds the tied matrix once: 30 + 30 - 20, and another 10 + 10.
+    several = {"replicas": 2, "shard": False, "bf16": False}
+    ranks = by_rank(tied, Cut((0, 1, 2, 3, 4)), together, **several)  # type: ignore[arg-type]
+    assert [found.gradients for found in ranks] == [4 * 40, 4 * 20]
+    # In shards it alone is whole, and all-reduced: 20 of 40.
+    several = {"replicas": 2, "shard": True, "bf16": True}
+    ranks = by_rank(tied, Cut((0, 1, 2, 3, 4)), together, **several)  # type: ignore[arg-type]
+    assert [(found.gradients, found.weights) for found in ranks] == [(40 + 80, 20), (40, 20)]
 
 
 def test_all_ranks_of_a_pipeline_together() -> None:
@@ -102,7 +116,7 @@ def test_all_ranks_of_a_pipeline_together() -> None:
     profile = Profile(
         tuple(UnitCost(f"{n}", 1, 2, 10, output_bytes=131_000) for n in range(4)), 1, "given"
     )
-    busiest = pipeline(profile, Cut((0, 1, 2, 3, 4)), Pipe(4, 4), replicas=1, shard=False,
-                       bf16=False)  # fmt: skip
-    # The two in the middle send twice what those at the ends do: a third of 2 (p - 1) A each.
-    assert busiest.hidden == pytest.approx(2 * 3 * 524_000 / 3)
+    ranks = by_rank(profile, Cut((0, 1, 2, 3, 4)), Pipe(4, 4), replicas=1, shard=False, bf16=False)
+    assert sum(one.total for one in ranks) == 2 * 3 * 524_000
+    # The two in the middle send twice what those at the ends do.
+    assert [one.hidden for one in ranks] == [524_000, 1_048_000, 1_048_000, 524_000]
