@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from models.errors import UserError
 
-Stage = Literal["mine", "train", "mix", "evaluate"]
+Stage = Literal["mine", "train", "mix", "evaluate", "swarm"]
 _NOT_RECIPES = ("models.toml",)
 
 

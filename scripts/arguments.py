@@ -24,9 +24,9 @@ def parse(verbs: Sequence[Verb], words: Sequence[str]) -> argparse.Namespace:
     names = [verb.__name__ for verb in verbs]
     _check_name(words, names, "verb", "gristmill")
     command = tuple(words[:1])
-    if command == ("models",):
-        actions = [path[1] for path in parsers if len(path) > 1]
-        _check_name(words[1:], actions, "action", "gristmill models")
+    if words[:1] and words[0] in _ACTIONS:
+        actions = [path[1] for path in parsers if path[0] == words[0]]
+        _check_name(words[1:], actions, "action", f"gristmill {words[0]}")
         command = tuple(words[:2])
     if command in parsers:
         _check_options(words[len(command) :], parsers[command])
@@ -62,7 +62,7 @@ def _close(word: str, valid: Sequence[str]) -> str:
 def _parsers(
     verbs: Sequence[Verb],
 ) -> tuple[argparse.ArgumentParser, dict[tuple[str, ...], argparse.ArgumentParser]]:
-    """The parser of the whole line, and those of the verbs, and of the actions of `models`."""
+    """The parser of the whole line, and those of the verbs, and of the verbs' actions."""
     parser = argparse.ArgumentParser(
         prog="gristmill",
         allow_abbrev=False,
@@ -81,8 +81,8 @@ def _parsers(
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         verb.set_defaults(function=function)
-        if name == "models":
-            found |= {(name, action): one for action, one in _model_actions(verb).items()}
+        if name in _ACTIONS:
+            found |= {(name, action): one for action, one in _ACTIONS[name](verb).items()}
         else:
             _ARGUMENTS[name](verb)
             found[name,] = verb
@@ -160,7 +160,9 @@ def _plan(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--bandwidth-between", metavar="BYTES_S",
                       help="to one of another node (as inside)")  # fmt: skip
     verb.add_argument("--device", metavar="NAME", help="for its peak: H100, A100, RTX 4090, ...")
-    verb.add_argument("--peak", metavar="FLOP_S", help="or the peak itself: 312e12")
+    verb.add_argument("--peak", metavar="FLOP_S",
+                      help="or the peak, 312e12: in the recipe's precision, and rungs in the "
+                      "other get no time; or both, BF16,FP32")  # fmt: skip
     verb.add_argument("--efficiency", metavar="SHARE", help="of the peak reached (0.4)")
     verb.add_argument("--vocab-size", type=_positive, metavar="N",
                       help="tokens (those of model.tokenizer, or 32000)")  # fmt: skip
@@ -254,6 +256,90 @@ def _model_actions(verb: argparse.ArgumentParser) -> dict[str, argparse.Argument
         )
     )
     return found
+
+
+def _swarm_actions(verb: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    actions = verb.add_subparsers(dest="action", required=True, metavar="ACTION")
+    found: dict[str, argparse.ArgumentParser] = {}
+
+    def add(name: str, what: str, example: str) -> argparse.ArgumentParser:
+        found[name] = actions.add_parser(
+            name, help=what, description=what, allow_abbrev=False,
+            epilog=f"example: gristmill swarm {name} {example}",
+        )  # fmt: skip
+        return found[name]
+
+    action = add(
+        "start", "coordinate a run: the way in, tokens, the page, checkpoints",
+        "sahajbert-small --data out/mined --tokenizer out/tok --output out/swarm",
+    )  # fmt: skip
+    action.add_argument("recipe", metavar="RECIPE")
+    _inputs_and_output(action)
+    _set(action)
+    action.add_argument("--certificate", metavar="PEM", help="HTTPS, with --private-key")
+    action.add_argument("--private-key", metavar="PEM")
+    action.add_argument("--behind-proxy", action="store_true",
+                        help="something in front of the service speaks HTTPS")  # fmt: skip
+    action.add_argument("--dry-run", action="store_true", help="print the recipe and the run only")
+    _json(action)
+    action = add("join", "take part in a run, until its end or Ctrl+C",
+                 "https://swarm.example.org --user alice --credential alice.key "
+                 "--data out/mined --output out/peer")  # fmt: skip
+    _swarm_peer(action)
+    action.add_argument("--user", metavar="NAME", help="on the run's allowlist, with --credential")
+    action.add_argument("--credential", metavar="FILE",
+                        help="what `swarm allow add` printed, in a file of mode 0600")  # fmt: skip
+    action.add_argument("--token", metavar="FILE", help="or a token of `swarm token`")
+    _set(action)
+    _json(action)
+    action = add("doctor", "check what could keep this machine out of a run",
+                 "https://swarm.example.org --port 31337")  # fmt: skip
+    _swarm_peer(action)
+    _set(action)
+    _json(action)
+    action = add("status", "how a run stands: the coordinator's page or folder",
+                 "http://127.0.0.1:8471")  # fmt: skip
+    action.add_argument("place", metavar="URL_OR_DIR")
+    _json(action)
+    action = add("allow", "who may take part: add, renew or remove a user, revoke, restore, keys",
+                 "add alice --run out/swarm")  # fmt: skip
+    action.add_argument("change", choices=["list", "add", "renew", "remove", "revoke", "restore",
+                                           "rotate", "retire"])  # fmt: skip
+    action.add_argument("name", nargs="?", metavar="NAME",
+                        help="a user; a user or peer id to revoke; a peer id to restore; a key id "
+                        "to retire")  # fmt: skip
+    action.add_argument("--run", required=True, metavar="DIR", help="folder of `swarm start`")
+    _json(action)
+    action = add("token", "a token for a peer that does not reach the coordinator's service",
+                 "alice QmPeerId --run out/swarm --days 7 --output alice.token")  # fmt: skip
+    action.add_argument("user", metavar="USER")
+    action.add_argument("peer", metavar="PEER_ID")
+    action.add_argument("--run", required=True, metavar="DIR", help="folder of `swarm start`")
+    action.add_argument("--days", type=_positive, default=1, metavar="N", help="how long (1)")
+    action.add_argument("--output", required=True, metavar="FILE")
+    return found
+
+
+def _swarm_peer(action: argparse.ArgumentParser) -> None:
+    action.add_argument("place", metavar="RUN", help="URL of the coordinator, or run.json")
+    _inputs_and_output(action)
+    action.add_argument("--authority", nargs="+", default=[], metavar="KEY",
+                        help="public keys, one of which must have signed the run file")  # fmt: skip
+    action.add_argument("--ca-file", metavar="PEM", help="certificates that HTTPS trusts")
+    action.add_argument("--role", choices=["node", "client"],
+                        help="client: behind a firewall, others cannot connect (node)")  # fmt: skip
+    action.add_argument("--name", metavar="NAME", help="shown to the others; short for peer.name")
+    action.add_argument("--port", type=_positive, metavar="N", help="short for peer.port")
+    action.add_argument("--announce", nargs="+", metavar="ADDRESS",
+                        help="short for peer.announce: /ip4/203.0.113.7/tcp/31337")  # fmt: skip
+    action.add_argument("--up", type=_positive, metavar="MBIT", help="short for peer.up_mbit")
+    action.add_argument("--down", type=_positive, metavar="MBIT", help="short for peer.down_mbit")
+
+
+_ACTIONS: dict[str, Callable[[argparse.ArgumentParser], dict[str, argparse.ArgumentParser]]] = {
+    "models": _model_actions,
+    "swarm": _swarm_actions,
+}
 
 
 def _train_tokenizer(action: argparse.ArgumentParser) -> None:

@@ -22,11 +22,12 @@ EXIT_FAULT = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 _EXIT_BY_SIGNAL = 128
-# What the extra `train` brings, and mining does without.
+# What the extra `train` brings, or `swarm`, and mining does without.
 _TRAINING_PACKAGES = frozenset(
     {"datasets", "safetensors", "seqeval", "sklearn", "tensorboard", "tokenizers", "torch",
      "transformers"}
 )  # fmt: skip
+_SWARM_PACKAGES = frozenset({"base58", "cryptography", "hivemind", "starlette", "uvicorn"})
 _STOPPED = "gristmill: stopped; run the same command again to go on"
 
 
@@ -196,6 +197,19 @@ def mix(arguments: argparse.Namespace) -> int:
     return run_mix(arguments)
 
 
+def swarm(arguments: argparse.Namespace) -> int:
+    """Train one model together, over the internet: start a run, join it, watch it.
+
+    Peers come and go, each with its own speed and network; a coordinator lets them in, keeps
+    checkpoints and shows the run on a page.
+
+    example: gristmill swarm join https://swarm.example.org --user alice --credential alice.key
+    """
+    from scripts.swarm_command import COMMANDS
+
+    return COMMANDS[arguments.action](arguments)
+
+
 def evaluate(arguments: argparse.Namespace) -> int:
     """Evaluate checkpoints: held-out loss by domain, or fine-tuning on a labelled task.
 
@@ -254,21 +268,23 @@ def _stopped_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-VERBS = (mine, crawl, inspect, models, train, plan, mix, evaluate, export, demo)
+VERBS = (mine, crawl, inspect, models, train, plan, mix, swarm, evaluate, export, demo)
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    """The verb's exit code. Raises UserError where it needs a package that only `train` brings."""
+    """The verb's exit code. Raises UserError where it needs a package that an extra brings."""
     try:
         return int(parsed.function(parsed))
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in _TRAINING_PACKAGES:
+        if package not in _TRAINING_PACKAGES | _SWARM_PACKAGES:
             raise
-        command = f"models {parsed.action}" if parsed.verb == "models" else parsed.verb
+        action = getattr(parsed, "action", None)
+        command = f"{parsed.verb} {action}" if action else parsed.verb
+        extra = "swarm" if parsed.verb == "swarm" else "train"
         raise UserError(
             f"'gristmill {command}' needs the package '{package}', which is not installed: "
-            "pip install 'gristmill[train]'"
+            f"pip install 'gristmill[{extra}]'"
         ) from None
 
 

@@ -114,7 +114,8 @@ def test_commands(
 
 
 def test_the_readme_shows_every_verb_and_recipe() -> None:
-    verbs = {"inspect", "crawl", "models", "mine", "train", "plan", "mix", "evaluate", "export"}
+    verbs = {"inspect", "crawl", "models", "mine", "train", "plan", "mix", "swarm", "evaluate",
+             "export"}  # fmt: skip
     assert {command[0] for command in COMMANDS} == verbs
     for stage in get_args(recipe_file.Stage):
         for name in recipe_file.shipped(stage):

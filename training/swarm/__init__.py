@@ -1,0 +1,1 @@
+"""Collaborative training over the internet: peers that come and go average what they learned."""

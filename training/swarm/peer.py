@@ -1,0 +1,405 @@
+"""A peer of a swarm, where its parts come together: from the run file to the last epoch.
+
+What each part does is told there: the network of peers (`transport`), who may be in it
+(`membership`), the steps (`optimiser`), the examples (`data`). The folder of a peer:
+
+    DIR/run.json        the run file it joined by
+    DIR/identity.key    its key: with it the peer keeps its name, data and credit
+    DIR/token, trust.json   what lets it in, and whom it lets in
+    DIR/position.json, examples.jsonl   what it has read
+    DIR/addresses.json  peers it has met
+    DIR/metrics.jsonl   a line for each epoch
+    DIR/state/          weights that it serves or downloads
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import json
+import platform
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from training import microbatches, run_folder
+from training.identity import identity as inputs_of
+from training.networks import build_network, checkpoint_blocks
+from training.objectives import Losses, Objective
+from training.optimisers import build_optimiser
+from training.prepare import Prepared, prepare
+from training.schedules import learning_rate_factor
+from training.stopping import StopRequest
+from training.strategy import Placement, placed
+from training.swarm import bootstrap, leaving, run_file
+from training.swarm.data import PeerData
+from training.swarm.epochs import Stage
+from training.swarm.leaving import Leave, interrupted
+from training.swarm.membership import Membership, Say, membership
+from training.swarm.optimiser import Applied, CollaborativeOptimiser
+from training.swarm.recipe import SwarmRecipe
+from training.swarm.rounds_told import Teller
+from training.swarm.run_file import RunFile
+from training.swarm.supervisor import EXIT_AGAIN
+from training.swarm.token_client import Account
+from training.swarm.transport import SwarmTransport, TransportSettings, start_dht
+from training.swarm.types import Announcement, PeerInfo
+
+METRICS_FILE = "metrics.jsonl"
+STATE_FOLDER = "state"
+_ENTRANCE_S = 120.0
+_MEET_S = 60.0
+_LOST_S = 120.0
+_LINGER_S = 60.0
+
+
+class Lost(Exception):
+    """The others are there, and this peer's network does not see them: join anew."""
+
+
+@dataclass
+class Progress:
+    """What a peer did since it joined."""
+
+    epochs: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+    began: float = field(default_factory=time.monotonic)
+
+
+def run_peer(
+    recipe: SwarmRecipe, run: RunFile, account: Account | None, *, say: Say = lambda _: None
+) -> dict[str, Any]:
+    """Take part in `run` until its last epoch or a signal; gives a summary.
+
+    `status` is 'finished', 'left' (SIGTERM, Ctrl+C) or 'lost' (to be started anew, see
+    `training.swarm.supervisor`). Use in the main thread. Raises UserError, Fault.
+    """
+    folder = Path(recipe.output.directory)
+    with StopRequest() as stop, placed(recipe.run) as place, run_folder.held(str(folder)):
+        prepared = prepare(recipe)
+        run_file.check_inputs(run, inputs_of(recipe, prepared.corpus, list(prepared.weights)))
+        member = membership(
+            folder, run.run, run.authority,
+            authorised=recipe.swarm.authorisation, account=account,
+        )  # fmt: skip
+        member.enter()
+        try:
+            with interrupted(stop):
+                peer = _Peer(
+                    recipe=recipe, run=run, prepared=prepared, place=place, member=member,
+                    stop=stop, say=say,
+                )  # fmt: skip
+                with peer:
+                    return peer.work()
+        except Leave:  # before it had joined
+            return {
+                "status": "left", "run": run.run, "peer": member.identity.peer_id, "epoch": 0,
+                "epochs": recipe.schedule.steps, "own_epochs": 0, "own_samples": 0,
+            }  # fmt: skip
+
+
+class _Peer:
+    def __init__(
+        self,
+        *,
+        recipe: SwarmRecipe,
+        run: RunFile,
+        prepared: Prepared,
+        place: Placement,
+        member: Membership,
+        stop: StopRequest,
+        say: Say,
+    ) -> None:
+        self.recipe, self.run, self.place, self.stop, self.say = recipe, run, place, stop, say
+        self.member, self.peer_id = member, member.identity.peer_id
+        self.folder = Path(recipe.output.directory)
+        self.known = bootstrap.Known(self.folder / bootstrap.FILE)
+        self.progress = Progress()
+        self.coordinator = coordinator_id(run)
+        self._met_at, self._heard_at = -float("inf"), time.monotonic()
+        self._closing = contextlib.ExitStack()
+        with contextlib.ExitStack() as stack:
+            network = build_network(recipe, prepared.vocab_size)
+            if recipe.run.activation_checkpointing:
+                checkpoint_blocks(network)
+            self.network, self.objective = network, Objective(network).to(place.device)
+            forward = torch.compile(self.objective) if recipe.run.compile else self.objective
+            self._forward: Callable[..., Losses] = forward
+            self.data = stack.enter_context(
+                PeerData(
+                    prepared, recipe.data, self.folder, peer_id=self.peer_id,
+                    data_seed=member.identity.data_seed,
+                )
+            )  # fmt: skip
+            self._connect(stack)
+            self._closing = stack.pop_all()
+
+    def __enter__(self) -> _Peer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.close()
+
+    # The way in
+
+    def _connect(self, stack: contextlib.ExitStack) -> None:
+        """Start the peer's processes, and stop them at the end."""
+        recipe, peer = self.recipe, self.recipe.peer
+        ways_in = bootstrap.entrance(
+            bootstrap.candidates(
+                self.run.addresses, self.known.addresses(), own_id=self.peer_id
+            ),
+            wait_s=_ENTRANCE_S, stopped=lambda: self.stop.requested, say=self.say,
+        )  # fmt: skip
+        self.dht = start_dht(
+            ways_in,
+            role=peer.role,
+            host_addresses=[listening(peer.host, peer.port)],
+            announce_addresses=list(peer.announce),
+            identity_path=self.member.identity.path,
+            **self.member.dht_options(),
+        )
+        try:
+            self.transport = SwarmTransport(
+                self.dht,
+                transport_settings(recipe, self.folder),
+                averaged(self.network, recipe, len(self.objective.terms)),
+                self.member.guard(self.dht),
+            )
+        except BaseException:
+            self.dht.shutdown()
+            raise
+        stack.callback(self.transport.leave)
+        keeper = self.member.keep(self.dht, self.say)
+        if keeper is not None:
+            # It may be amid a request, for which nobody who leaves waits.
+            stack.callback(lambda: threading.Thread(target=keeper.stop, daemon=True).start())
+        self.teller = Teller(self.dht, self.run.run, self.member.identity)
+        self.optimiser = CollaborativeOptimiser(
+            self.network,
+            build_optimiser(recipe.optimiser, self.network),
+            transport=self.transport,
+            peer=PeerInfo(self.peer_id, name_of(recipe), peer.role, device_name(self.place.device)),
+            settings=recipe.settings(),
+            terms=len(self.objective.terms),
+            rate=lambda step: (
+                recipe.optimiser.learning_rate * learning_rate_factor(recipe.schedule, step)
+            ),
+            max_gradient_norm=recipe.optimiser.max_gradient_norm,
+            tell=self._tell,
+        )
+
+    def _tell(self, stage: Stage, epoch: int, text: str) -> None:
+        if stage in (Stage.REDUCE, Stage.CHECK, Stage.CATCH_UP):
+            self.say(f"epoch {epoch:,}: {stage}: {text}")
+
+    def _take_over(self) -> None:
+        """Begin with what the coordinator has kept, where no peer is there with newer weights."""
+        kept = [
+            one for one in self.transport.announcements()
+            if one.state_hash and one.peer.peer_id == self.coordinator
+        ]  # fmt: skip
+        if kept and kept[0].epoch > self.optimiser.epoch:
+            self.say(f"going on after epoch {kept[0].epoch:,}, which the coordinator has kept")
+            self.optimiser.load(
+                self.transport.download_state(
+                    expected_hash=kept[0].state_hash, donors=[self.coordinator],
+                    timeout_s=self.recipe.collaboration.download_timeout_s,
+                )
+            )  # fmt: skip
+
+    # Work
+
+    def work(self) -> dict[str, Any]:
+        """Epoch after epoch."""
+        steps = self.recipe.schedule.steps
+        try:
+            self._take_over()
+            self.optimiser.start()
+            self.say(f"joined '{self.run.run}' at epoch {self.optimiser.epoch:,} of {steps:,}")
+            while self.optimiser.epoch < steps and not self.stop.requested:
+                self._microbatch()
+                applied = self.optimiser.step()
+                if applied is not None:
+                    self._applied(applied)
+                self._look_around()
+            if self.optimiser.epoch >= steps:
+                self._linger()
+                return self._summary("finished")
+        except Leave:
+            pass
+        except Lost as error:
+            self.say(f"{error}")
+            return self._summary("lost") | {"exit_code": EXIT_AGAIN}
+        finally:
+            leaving.disarm()
+            self.say(f"{self.stop.name or 'the end'}: leaving")
+        return self._summary("left")
+
+    def _microbatch(self) -> None:
+        """The gradients of one microbatch, if any are wanted."""
+        recipe, optimiser = self.recipe, self.optimiser
+        if not optimiser.wants_samples:
+            return
+        examples = self.data.take(recipe.batch.microbatch, epoch=optimiser.gathering)
+        batch = microbatches.batch(
+            examples, recipe.model.family, recipe.examples.sequence_length, self.place.device,
+            one_shape=recipe.run.compile,
+        )  # fmt: skip
+        # Dropout's masks follow from the example, so that they need no state.
+        own = self.member.identity.data_seed
+        torch.manual_seed(microbatches.dropout_seed(recipe.run.seed, examples[0].index, own))
+        with torch.autocast(
+            self.place.device.type, torch.bfloat16, enabled=recipe.run.precision == "bf16"
+        ):
+            losses = self._forward(batch)
+        optimiser.backward(losses)
+
+    def _applied(self, applied: Applied) -> None:
+        """Count an epoch, and let the others know how its round went."""
+        done = applied.epoch - 1
+        own = next(
+            (round(one.weight) for one in applied.result.members if one.peer_id == self.peer_id), 0
+        )
+        self.data.commit(done)
+        self.teller.tell(applied.result, time.time())
+        self.progress.epochs += 1
+        self.progress.samples += own
+        line = {
+            "kind": "epoch", "epoch": done, "taken": applied.taken, "samples": applied.samples,
+            "own_samples": own, "peers": len(applied.result.members),
+            "fraction": applied.result.fraction, "gradient_norm": float(f"{applied.norm:.6g}"),
+            "state_hash": self.optimiser.state_hash, "dropped": self.optimiser.dropped,
+            "times": {"time": round(time.time(), 3), "round_s": round(applied.result.seconds, 3)},
+        }  # fmt: skip
+        with (self.folder / METRICS_FILE).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        self.say(
+            f"epoch {done:,} done: {applied.samples:,} samples of {len(applied.result.members)} "
+            f"peers, {own:,} of them here"
+        )
+
+    def _others(self) -> list[Announcement]:
+        return [
+            one for one in self.transport.announcements() if one.peer.peer_id != self.peer_id
+        ]  # fmt: skip
+
+    def _look_around(self) -> None:
+        """Once a minute: remember whom one has met. Raises Lost."""
+        now = time.monotonic()
+        if now - self._met_at < _MEET_S:
+            return
+        self._met_at = now
+        if self._others():
+            self._heard_at = now
+            with contextlib.suppress(OSError, RuntimeError):
+                self.known.add(connected(self.dht))
+        elif now - self._heard_at > _LOST_S:
+            ways_in = bootstrap.candidates(
+                self.run.addresses, self.known.addresses(), own_id=self.peer_id
+            )
+            good = [one for one in bootstrap.try_all(ways_in) if not one.why]
+            if good:
+                raise Lost(f"nobody was heard for {_LOST_S:.0f} s, but '{good[0].address}' answers")
+
+    def _linger(self) -> None:
+        """Serve the last weights until the coordinator has them."""
+        until_s = time.monotonic() + _LINGER_S
+        while time.monotonic() < until_s and not self.stop.requested:
+            said = [one for one in self._others() if one.peer.peer_id == self.coordinator]
+            if not said or (said[0].epoch >= self.optimiser.epoch and said[0].state_hash):
+                return
+            self.optimiser.step()
+            time.sleep(self.recipe.collaboration.look_s)
+
+    def _summary(self, status: str) -> dict[str, Any]:
+        progress = self.progress
+        return {
+            "status": status,
+            "run": self.run.run,
+            "peer": self.peer_id,
+            "epoch": self.optimiser.epoch,
+            "epochs": self.recipe.schedule.steps,
+            "state_hash": self.optimiser.state_hash,
+            "own_epochs": progress.epochs,
+            "own_samples": progress.samples,
+            "seconds": round(time.monotonic() - progress.began, 1),
+            "directory": str(self.folder),
+        }
+
+
+def averaged(network: torch.nn.Module, recipe: SwarmRecipe, terms: int) -> list[torch.Tensor]:
+    """What peers average, by shape: the gradients, of each term of the loss where they are not put
+    together before (see `training.swarm.gradients`)."""
+    together = recipe.collaboration.mode == "diloco" or recipe.collaboration.labels_per_sample
+    shapes = [one.shape for one in network.parameters() if one.requires_grad]
+    return [torch.zeros(shape) for _ in range(1 if together else terms) for shape in shapes]
+
+
+def transport_settings(recipe: SwarmRecipe, folder: Path) -> TransportSettings:
+    """How this peer averages."""
+    peer, settings = recipe.peer, recipe.collaboration
+    return TransportSettings(
+        run=recipe.name,
+        codec=recipe.swarm.codec,
+        matchmaking_s=recipe.swarm.matchmaking_s,
+        allreduce_timeout_s=recipe.swarm.allreduce_s,
+        sender_timeout_s=recipe.swarm.sender_s,
+        announcement_s=max(20.0, 4 * settings.announce_s),
+        folder=folder / STATE_FOLDER,
+        role=peer.role,
+        up_mbit=peer.up_mbit,
+        down_mbit=peer.down_mbit,
+    )
+
+
+def coordinator_id(run: RunFile) -> str:
+    """The coordinator's peer id: that of the run file's first address."""
+    return bootstrap.check_address(run.addresses[0]).peer_id if run.addresses else ""
+
+
+def listening(host: str, port: int) -> str:
+    """The address to listen on, as hivemind wants it. Raises UserError."""
+    kind = "ip6" if ":" in host else "ip4"
+    text = f"/{kind}/{host}/tcp/{port}"
+    bootstrap.check_address(text.rsplit("/", 1)[0] + f"/{port or 1}", peer=False)
+    return text
+
+
+def name_of(recipe: SwarmRecipe) -> str:
+    """What this peer is called."""
+    if recipe.peer.name:
+        return recipe.peer.name
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = "peer"
+    return f"{user}@{socket.gethostname()}"[:48]
+
+
+def device_name(device: torch.device) -> str:
+    """What this peer computes on."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def connected(dht: Any) -> list[str]:
+    """Addresses of the peers that the DHT is connected to."""
+    found: list[str] = dht.run_coroutine(_addresses)
+    return found
+
+
+async def _addresses(_: Any, node: Any) -> list[str]:
+    return [
+        f"{address}/p2p/{info.peer_id}"
+        for info in await node.p2p.list_peers()
+        for address in info.addrs
+    ]  # fmt: skip
