@@ -135,7 +135,7 @@ def test_what_one_sleep_takes_too_much_the_next_ones_give_back(
     monkeypatch.setattr(time, "perf_counter", lambda: now_s)
     rest = parallel_chains.Rest()
     for number in range(1, 101):
-        rest.take(0.001)
+        rest.take(0.001, "F", number)
         assert 0.001 * number <= now_s + 1e-9 <= 0.001 * number + 0.0015 + 2e-9
 
 

@@ -139,7 +139,14 @@ def choose(
 
 def fitting(profile: Profile, recipe: TrainRecipe, pipe: Pipe) -> tuple[Cut, Memory]:
     """The recipe's cut and what the fullest rank holds. UserError where no rank may hold that."""
-    found = cut(profile, recipe, pipe)
+    try:
+        found = cut(profile, recipe, pipe)
+    except UserError:
+        # The search reckons with a little more than there is: the smallest cut may still fit.
+        found, memory = smallest(profile, recipe, pipe)
+        if pipe.memory_bytes is None or memory.total > pipe.memory_bytes:
+            raise
+        return found, memory
     memory = fullest(profile, found, pipe)
     if pipe.memory_bytes is not None and memory.total > pipe.memory_bytes:
         raise UserError(

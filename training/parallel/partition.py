@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import combinations
 from math import comb
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,8 +40,6 @@ from training.parallel.timing import (
 from training.parallel.units import Cut, Pipe, Profile
 
 Mask = NDArray[np.bool_]
-Ties = Literal["together", "apart"]
-"""Units that use one parameter: on one rank, or wherever is best, each rank with its own copy."""
 
 _ALL_CUTS = 1_500_000
 """Cuts times actions up to which all cuts are tried: about half a second."""
@@ -61,14 +59,15 @@ def uniform(profile: Profile, pipe: Pipe) -> Cut:
     return Cut((0, *np.cumsum(sizes).tolist()))
 
 
-def optimal(profile: Profile, pipe: Pipe, tied: Ties = "apart") -> Cut:
+def optimal(profile: Profile, pipe: Pipe) -> Cut:
     """The cut whose step is the shortest, of those that fit into the memory of the ranks.
 
     Of equally short ones the one with the evenest stages. Where there are too many cuts to try
     them all it may miss the best; it is never worse than `uniform`, and for one stage a rank than
-    `least_formula`, where those fit. UserError, one line, where no cut fits or `tied` allows none.
+    `least_formula`, where those fit. Units that use one parameter may be on different ranks, each
+    with a copy, which costs memory and time. UserError, one line, where no cut fits.
     """
-    search = _Search(profile, pipe, tied)
+    search = _Search(profile, pipe)
     actions = 3 * pipe.microbatches * pipe.stages
     if comb(search.count - 1, pipe.stages - 1) * actions <= _ALL_CUTS:
         return search.best_of(search.every())
@@ -81,7 +80,7 @@ def smallest(profile: Profile, pipe: Pipe) -> Cut:
     Exact for one stage a rank, and for several where all cuts can be tried; else the best that
     moving bounds finds.
     """
-    search = _Search(profile, replace(pipe, memory_bytes=None), "apart")
+    search = _Search(profile, replace(pipe, memory_bytes=None))
     if pipe.stages_per_rank == 1:
         path = search.path(search.bytes, fits=False, worst=True)
         assert path is not None  # there are as many units as stages
@@ -96,9 +95,9 @@ def smallest(profile: Profile, pipe: Pipe) -> Cut:
     return _cut(best[:, 0])
 
 
-def least_formula(profile: Profile, pipe: Pipe, tied: Ties = "apart") -> Cut:
+def least_formula(profile: Profile, pipe: Pipe) -> Cut:
     """The cut with the least `timing.formula_s` that fits: exact, for one stage a rank."""
-    search = _Search(profile, pipe, tied)
+    search = _Search(profile, pipe)
     if pipe.stages_per_rank != 1:
         raise UserError(
             f"'{pipe.stages_per_rank}' stages on each rank: the formula is for 1; use optimal()"
@@ -117,9 +116,9 @@ class _Path(NamedTuple):
 class _Search:
     """A chain and a pipe, with what all ways to look for a cut need."""
 
-    def __init__(self, profile: Profile, pipe: Pipe, ties: Ties) -> None:
+    def __init__(self, profile: Profile, pipe: Pipe) -> None:
         _check(profile, pipe)
-        self.profile, self.pipe, self.ties = profile, pipe, ties
+        self.profile, self.pipe = profile, pipe
         self.count = len(profile.units)
         self.parts = segments(profile)
         self.groups = tied_groups(profile)
@@ -128,9 +127,6 @@ class _Search:
         self.seconds: Floats = seconds[None, :] - seconds[:, None]
         self.bytes = [stage_bytes(self.parts, pipe, stage) for stage in range(pipe.stages)]
         self.allowed = [self._allowed(stage) for stage in range(pipe.stages)]
-        nothing = [np.zeros_like(self.seconds)] * pipe.stages
-        if self.schedule.placement == "loop" and self.path(nothing, fits=False) is None:
-            raise self._no_cut()
 
     # --- cuts that are exact for something ---
 
@@ -186,25 +182,20 @@ class _Search:
         elif alone:
             raise self.misfit()
         found.add(uniform(self.profile, self.pipe).bounds)
-        kept = self._keep_ties(np.array(sorted(found)).T)
-        if kept.shape[1] == 0:
-            raise self._no_cut()
-        return kept
+        return np.array(sorted(found)).T
 
     # --- cuts by their simulated time ---
 
     def every(self) -> Ints:
-        """All cuts that the ties allow."""
+        """All cuts."""
         inner = list(combinations(range(1, self.count), self.pipe.stages - 1))
         bounds = np.zeros((self.pipe.stages + 1, len(inner)), dtype=np.int64)
         bounds[1:-1] = np.array(inner).T
         bounds[-1] = self.count
-        return self._keep_ties(bounds)
+        return bounds
 
     def best_of(self, bounds: Ints) -> Cut:
         """The shortest step of those that fit."""
-        if bounds.shape[1] == 0:
-            raise self._no_cut()
         bounds = bounds[:, self._over(bounds) <= 0]
         if bounds.shape[1] == 0:
             raise self.misfit()
@@ -221,7 +212,7 @@ class _Search:
         best, over = self._best(bounds, width)
         for _ in range(_MOVES):
             moved = np.concatenate([best, *(_neighbours(one) for one in best.T)], axis=1)
-            better, over = self._best(self._keep_ties(moved), width)
+            better, over = self._best(moved, width)
             if np.array_equal(better, best):
                 break
             best = better
@@ -256,29 +247,10 @@ class _Search:
         return np.asarray(self.bytes[stage] <= cap)
 
     def _allowed(self, stage: int) -> Mask:
-        """At [i, j]: whether the units i .. j - 1 can be that stage. Units that must stay together
-        are inside or outside of it; but where a rank has the first and the last stage, either may
-        have a part, for then the other one has the rest."""
+        """At [i, j]: whether the units i .. j - 1 can be that stage: the others need units too."""
         first, end = np.indices((self.count + 1, self.count + 1))
         open_ = (first >= stage) & (end > first)
-        open_ &= end <= self.count - (self.pipe.stages - 1 - stage)
-        ends = self.schedule.placement == "v" and stage in (0, self.pipe.stages - 1)
-        if self.ties == "together" and not ends:
-            for group in self.groups:
-                inside = sum((first <= unit) & (unit < end) for unit in group.units)
-                open_ &= (inside == 0) | (inside == len(group.units))
-        return np.asarray(open_)
-
-    def _keep_ties(self, bounds: Ints) -> Ints:
-        if self.ties == "apart":
-            return bounds
-        stages = range(self.pipe.stages)
-        places = np.array([rank_of(self.schedule, stage, self.pipe.ranks) for stage in stages])
-        good = np.ones(bounds.shape[1], dtype=bool)
-        for group in self.groups:
-            ranks = [places[(bounds[1:] <= unit).sum(axis=0)] for unit in group.units]
-            good &= np.ptp(ranks, axis=0) == 0
-        return bounds[:, good]
+        return np.asarray(open_ & (end <= self.count - (self.pipe.stages - 1 - stage)))
 
     # --- the formula's parts ---
 
@@ -330,15 +302,6 @@ class _Search:
             f"{size(float(peaks[rank]))} of '{size(self.pipe.memory_bytes or 0)}'; more "
             "ranks, smaller microbatches, activation checkpointing, or bfloat16 or sharded weights "
             "and moments would help"
-        )
-
-    def _no_cut(self) -> UserError:
-        widest = max(self.groups, key=lambda group: group.units[-1] - group.units[0])
-        first, last = (self.profile.units[widest.units[end]].name for end in (0, -1))
-        return UserError(
-            f"no cut into '{self.pipe.stages}' stages keeps '{first}' and '{last}' together, which "
-            f"use the parameter '{widest.names[0]}': let tied units be apart, or take fewer stages "
-            "or a schedule that goes there and back (zbv, dualpipe-v)"
         )
 
 

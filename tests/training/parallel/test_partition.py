@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from models.errors import UserError
 from tests.training.parallel.chains import chain, naive_peaks, profiles
 from training.parallel import partition
-from training.parallel.partition import Ties, least_formula, optimal, smallest, uniform
+from training.parallel.partition import least_formula, optimal, smallest, uniform
 from training.parallel.schedules import rank_of, schedule_named
 from training.parallel.timing import formula_s, stage_of, step_time
 from training.parallel.units import Cut, Pipe, Profile
@@ -31,19 +31,12 @@ _SEVERAL = st.sampled_from(
 )
 
 
-def _all_cuts(profile: Profile, pipe: Pipe, ties: Ties) -> list[Cut]:
-    """Those that the ties and the memory allow."""
-    count, schedule = len(profile.units), schedule_named(pipe.schedule)
+def _all_cuts(profile: Profile, pipe: Pipe) -> list[Cut]:
+    """Those that the memory allows."""
+    count = len(profile.units)
     found = []
     for inner in combinations(range(1, count), pipe.stages - 1):
         cut = Cut((0, *inner, count))
-        ranks: dict[str, set[int]] = {}
-        for number, unit in enumerate(profile.units):
-            for name in unit.shared:
-                rank = rank_of(schedule, stage_of(cut, number), pipe.ranks)
-                ranks.setdefault(name, set()).add(rank)
-        if ties == "together" and any(len(one) > 1 for one in ranks.values()):
-            continue
         peaks = naive_peaks(profile, cut, pipe)
         if pipe.memory_bytes is None or max(peaks) <= pipe.memory_bytes:
             found.append(cut)
@@ -76,7 +69,7 @@ def _naive_formula(profile: Profile, cut: Cut, pipe: Pipe) -> float:
 @st.composite
 def _problems(
     draw: st.DrawFn, which: st.SearchStrategy[tuple[str, int, int, int]], most_units: int
-) -> tuple[Profile, Pipe, Ties]:
+) -> tuple[Profile, Pipe]:
     name, ranks, stages_per_rank, microbatches = draw(which)
     pipe = Pipe(
         ranks,
@@ -89,24 +82,23 @@ def _problems(
     )
     profile = draw(profiles(most_units))
     assume(len(profile.units) >= pipe.stages)
-    ties: Ties = draw(st.sampled_from(["apart", "together"]))
-    return profile, pipe, ties
+    return profile, pipe
 
 
 def _same_as_the_best_of_all(
-    problem: tuple[Profile, Pipe, Ties],
-    solve: Callable[[Profile, Pipe, Ties], Cut],
+    problem: tuple[Profile, Pipe],
+    solve: Callable[[Profile, Pipe], Cut],
     judge: Callable[[Profile, Cut, Pipe], float],
 ) -> None:
-    profile, pipe, ties = problem
-    cuts = _all_cuts(profile, pipe, ties)
+    profile, pipe = problem
+    cuts = _all_cuts(profile, pipe)
     if not cuts:
         with pytest.raises(UserError) as refusal:
-            solve(profile, pipe, ties)
+            solve(profile, pipe)
         assert str(refusal.value).startswith("no cut into ")
         assert "\n" not in str(refusal.value)
         return
-    found = solve(profile, pipe, ties)
+    found = solve(profile, pipe)
     assert found in cuts
     least = min(judge(profile, cut, pipe) for cut in cuts)
     assert judge(profile, found, pipe) == pytest.approx(least)
@@ -114,20 +106,20 @@ def _same_as_the_best_of_all(
 
 @settings(max_examples=150, deadline=None)
 @given(_problems(_SINGLE, 10))
-def test_the_formulas_best_is_exact(problem: tuple[Profile, Pipe, Ties]) -> None:
+def test_the_formulas_best_is_exact(problem: tuple[Profile, Pipe]) -> None:
     _same_as_the_best_of_all(problem, least_formula, _naive_formula)
 
 
 @settings(max_examples=60, deadline=None)
 @given(_problems(st.one_of(_SINGLE, _SEVERAL), 8))
-def test_the_shortest_step_is_found(problem: tuple[Profile, Pipe, Ties]) -> None:
+def test_the_shortest_step_is_found(problem: tuple[Profile, Pipe]) -> None:
     _same_as_the_best_of_all(problem, optimal, lambda *three: step_time(*three).step_s)
 
 
 @settings(max_examples=60, deadline=None)
 @given(_problems(_SINGLE, 10))
-def test_the_formula_is_the_naive_one(problem: tuple[Profile, Pipe, Ties]) -> None:
-    profile, pipe, _ = problem
+def test_the_formula_is_the_naive_one(problem: tuple[Profile, Pipe]) -> None:
+    profile, pipe = problem
     cut = uniform(profile, pipe)
     assert formula_s(profile, cut, pipe) == pytest.approx(_naive_formula(profile, cut, pipe))
 
@@ -135,15 +127,15 @@ def test_the_formula_is_the_naive_one(problem: tuple[Profile, Pipe, Ties]) -> No
 @settings(max_examples=80, deadline=None)
 @given(_problems(st.one_of(_SINGLE, _SEVERAL), 10))
 def test_a_cut_that_is_climbed_to_is_never_worse_than_uniform(
-    problem: tuple[Profile, Pipe, Ties],
+    problem: tuple[Profile, Pipe],
 ) -> None:
     """What large chains get, on chains that are small enough to know the best."""
-    profile, pipe, ties = problem
-    cuts = _all_cuts(profile, pipe, ties)
+    profile, pipe = problem
+    cuts = _all_cuts(profile, pipe)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(partition, "_ALL_CUTS", 0)
         try:
-            found = optimal(profile, pipe, ties)
+            found = optimal(profile, pipe)
         except UserError:
             assert not cuts or pipe.stages_per_rank > 1
             return
@@ -153,16 +145,16 @@ def test_a_cut_that_is_climbed_to_is_never_worse_than_uniform(
     if plain in cuts:
         assert taken <= step_time(profile, plain, pipe).step_s * (1 + 1e-9)
     if pipe.stages_per_rank == 1:
-        exact = least_formula(profile, pipe, ties)
+        exact = least_formula(profile, pipe)
         assert taken <= step_time(profile, exact, pipe).step_s * (1 + 1e-9)
 
 
 @settings(max_examples=60, deadline=None)
 @given(_problems(st.one_of(_SINGLE, _SEVERAL), 8))
-def test_the_smallest_cut_is_found(problem: tuple[Profile, Pipe, Ties]) -> None:
-    profile, pipe, _ = problem
+def test_the_smallest_cut_is_found(problem: tuple[Profile, Pipe]) -> None:
+    profile, pipe = problem
     found = max(naive_peaks(profile, smallest(profile, pipe), pipe))
-    cuts = _all_cuts(profile, replace(pipe, memory_bytes=None), "apart")
+    cuts = _all_cuts(profile, replace(pipe, memory_bytes=None))
     assert found == pytest.approx(min(max(naive_peaks(profile, one, pipe)) for one in cuts))
 
 
@@ -202,21 +194,13 @@ def test_memory_moves_a_cut() -> None:
     assert "more ranks" in told
 
 
-def test_tied_ends_stay_together_only_where_a_rank_has_both() -> None:
-    profile = chain([1.0] * 8, tied={"weight": (10, (0, 7))})
-    with pytest.raises(UserError, match=r"keeps 'unit 0' and 'unit 7' together.*'weight'.*zbv"):
-        optimal(profile, Pipe(2, 4), tied="together")
-    cut = optimal(profile, Pipe(2, 4, "zbv", 2), tied="together")
-    assert cut == Cut((0, 2, 4, 6, 8))
-    assert optimal(profile, Pipe(2, 4)) == Cut((0, 4, 8))
-
-
-def test_tied_units_of_a_large_chain_stay_together() -> None:
-    """Both ends, a pair, and three with others between them."""
+def test_tied_units_of_a_large_chain_are_on_one_rank_where_transfers_are_dear() -> None:
+    """Both ends, a pair, and three with others between them; a copy's gradient takes as
+    long on the wire as 20 units."""
     ties = {"ends": (5, (0, 99)), "pair": (5, (30, 31)), "three": (5, (60, 62, 64))}
     profile = chain([1.0] * 100, tied=ties)
-    pipe = Pipe(8, 16, "zbv", 2)
-    cut = optimal(profile, pipe, "together")
+    pipe = Pipe(8, 16, "zbv", 2, bandwidth_bytes_s=1.0)
+    cut = optimal(profile, pipe)
     taken = step_time(profile, cut, pipe)
     for _, units in ties.values():
         assert len({rank_of(schedule_named("zbv"), stage_of(cut, u), 8) for u in units}) == 1

