@@ -26,6 +26,8 @@ class Views:
         self._store, self._active_s = store, active_s
         self._all = Bins()
         self._folded = -1  # epochs up to this one are settled and in `_all`
+        self._counted = -1  # and up to this one in these
+        self._samples = self._epochs_seen = 0
 
     def status(self, now: float) -> dict[str, Any]:
         """The run at this moment."""
@@ -41,7 +43,7 @@ class Views:
             rate = sum(peer["rate"] for peer in active)
             left = max(0, progress["target"] - progress["samples"])
             seconds = sum(row["ended"] - row["started"] for row in ended)
-            totals = store.rows("SELECT sum(samples) AS samples, count(*) AS epochs FROM epochs")[0]
+            samples, epochs = self._totals()
             return {
                 "run": run,
                 "now": now,
@@ -61,8 +63,8 @@ class Views:
                     sum(row["samples"] for row in ended) / seconds if seconds > 0 else None
                 ),
                 "epoch_s": seconds / len(ended) if ended else None,
-                "samples": totals["samples"] or 0,
-                "epochs_seen": totals["epochs"],
+                "samples": samples,
+                "epochs_seen": epochs,
                 "roles": {
                     role: sum(peer["role"] == role for peer in active)
                     for role in ("node", "client", "auxiliary")
@@ -139,6 +141,17 @@ class Views:
     def _epochs(self, clause: str, value: int) -> Iterator[Bin]:
         for row in self._store.rows(f"SELECT * FROM epochs {clause}", value):
             yield of_epoch(row, json.loads(row["owners"]))
+
+    def _totals(self) -> tuple[int, int]:
+        """Samples and epochs of the run; those of settled epochs are added up once."""
+        query = "SELECT max(epoch) AS last, sum(samples) AS samples, count(*) AS n FROM epochs"
+        settled = self._store.rows(f"{query} WHERE settled AND epoch > ?", self._counted)[0]
+        if settled["n"]:
+            self._counted = settled["last"]
+            self._samples += settled["samples"]
+            self._epochs_seen += settled["n"]
+        rest = self._store.rows(f"{query} WHERE epoch > ?", self._counted)[0]
+        return self._samples + (rest["samples"] or 0), self._epochs_seen + rest["n"]
 
     def _colours(self) -> dict[str, dict[str, Any]]:
         """Contributors with a colour, by owner."""

@@ -82,6 +82,14 @@ def test_the_epoch_is_that_of_more_than_half(run: Told) -> None:
     assert run.store.fact("epoch") == 6
 
 
+def test_who_only_follows_does_not_hold_the_epoch_back(run: Told) -> None:
+    slow = {"role": "auxiliary", "state_hash": ""}
+    run.say(said("a", 5, 1), said("coordinator", 3, 0, **slow), said("helper", 3, 0, **slow))
+    assert run.store.fact("epoch") == 5
+    run.say(said("coordinator", 4, 0, **slow), after_s=40)
+    assert run.store.fact("epoch") == 4
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -308,8 +316,10 @@ def test_a_long_run_is_read_in_pieces_and_once(tmp_path: Path) -> None:
     peers = [Peer("a", "Asha", 300), Peer("b", "Bilal", 100)]
     for first in range(0, 900, 300):
         run.epochs(peers, first, first + 300)
-        whole = views.history("all")
+        whole, status = views.history("all"), views.status(run.now)
     assert whole == Views(run.store).history("all")
+    assert status == Views(run.store).status(run.now)
+    assert (status["samples"], status["epochs_seen"]) == (899 * 400, 899)
     assert whole["width"] == 4
     assert sum(one["samples"] for one in whole["bins"]) == 899 * 400
     assert whole["bins"][10]["by_colour"] == {"0": 1200, "1": 400}
