@@ -94,13 +94,32 @@ class View:
         In delayed mode a hash is seen only between two rounds; until then a round of this epoch
         finds nobody.
         """
-        ahead = sum(one.epoch > self.own.epoch + 1 for one in self.others)
-        return bool(self.others) and ahead >= min(_VOTES, len(self.others))
+        ahead = sum(one.epoch > self.own.epoch + 1 for one in self.trainers)
+        return ahead >= self.votes
+
+    @property
+    def trainers(self) -> list[Announcement]:
+        """The others that have gradients."""
+        return [one for one in self.others if one.peer.role != "auxiliary"]
+
+    @property
+    def votes(self) -> int:
+        """Peers that must agree on weights, or on being ahead, before this one believes it."""
+        return max(1, min(_VOTES, len(self.trainers)))
+
+    @property
+    def newest(self) -> int:
+        """The epoch that most of the newest trainers work on, for a peer without weights.
+
+        One that announces no hash averages the epoch before the one it gathers for.
+        """
+        at = sorted((one.epoch - (not one.state_hash) for one in self.trainers), reverse=True)
+        return at[self.votes - 1] if at else self.own.epoch
 
     @property
     def alone(self) -> bool:
         """Whether no other peer has gradients."""
-        return all(one.peer.role == "auxiliary" for one in self.others)
+        return not self.trainers
 
     @property
     def shared(self) -> bool:
@@ -128,11 +147,11 @@ class Elsewhere:
 def elsewhere(seen: View) -> Elsewhere | None:
     """The weights that a peer must have instead of its own; None where its own are right.
 
-    Newer ones count when two peers announce them, or the only one that there is. In one's own
-    epoch most peers are right, oneself among them; in a tie the smallest hash is.
+    Newer ones count when two peers announce them, or one where only one has gradients. In one's
+    own epoch most peers with gradients are right, oneself among them; in a tie the smallest hash.
     """
     told = [one for one in seen.others if one.state_hash]
-    needed = min(_VOTES, len(seen.others))
+    needed = seen.votes
     newer = Counter(
         (one.epoch, one.state_hash) for one in told if one.epoch > seen.own.epoch
     )  # fmt: skip
@@ -143,7 +162,9 @@ def elsewhere(seen: View) -> Elsewhere | None:
         return Elsewhere(epoch, state_hash, _donors(told, epoch, state_hash))
     if not seen.own.state_hash:
         return None
-    here = [one for one in told if one.epoch == seen.own.epoch]
+    here = [
+        one for one in told if one.epoch == seen.own.epoch and one.peer.role != "auxiliary"
+    ]  # fmt: skip
     state_hash = _winner(Counter([seen.own.state_hash, *(one.state_hash for one in here)]))
     if state_hash == seen.own.state_hash:
         return None
@@ -164,12 +185,13 @@ def _donors(told: Sequence[Announcement], epoch: int, state_hash: str) -> tuple[
 class Verdict:
     """Whether a round is taken; `reason` in words.
 
-    `minority`: this peer had other weights. `short`: too few samples, which no retry would change.
+    `useless`: what this peer has gathered, for it has other weights or nobody would take it.
+    `short`: too few samples, which no retry would change.
     """
 
     accepted: bool
     reason: str
-    minority: bool = False
+    useless: bool = False
     short: bool = False
 
 
@@ -220,33 +242,25 @@ def _is_amount(value: object) -> bool:
     return type(value) in (int, float) and math.isfinite(value) and value >= 0  # type: ignore[arg-type, operator]
 
 
-def judge(  # noqa: PLR0911 - one line for each reason
-    result: RoundResult, own: str, *, needed: float, attempts: int, terms: int
-) -> Verdict:
+def judge(result: RoundResult, own: str, *, needed: float, attempts: int, terms: int) -> Verdict:
     """Whether the average of a round may be applied.
 
     terms: of the loss. needed: samples that members with the weights of the majority must have
     brought. Peers that are not more than half of those with gradients must not go on without the
     others, so that no two groups take different steps; the last of `attempts` lets them.
     """
-    if not result.complete:
-        return Verdict(False, f"only {result.fraction:.1%} was averaged")
-    members = []
-    for member in result.members:
-        told = brought(member)
-        if told is None or len(told.labels) != terms:
-            return Verdict(False, f"peer '{member.peer_id}' tells what no peer of this run tells")
-        members.append(told)
-    if any(member.epoch != result.epoch for member in members):
-        return Verdict(False, "peers of different epochs in one round")
-    right = _winner(Counter(member.state_hash for member in members))
-    alike = [member for member in members if member.state_hash == right]
+    members, fault = _members(result, terms)
+    if fault:
+        return Verdict(False, fault)
+    trainers = [member for member in members if member.role != "auxiliary"]
+    right = _winner(Counter(member.state_hash for member in trainers))
+    alike = [member for member in trainers if member.state_hash == right]
     if own not in {member.peer_id for member in alike}:
-        return Verdict(False, "this peer's weights are not those of the others", minority=True)
+        return Verdict(False, "this peer's weights are not those of the others", useless=True)
     counted = sum(member.counted for member in alike)
     if counted < needed:
         return Verdict(False, f"{counted:g} of {needed:g} samples in the round", short=True)
-    contributing = sum(member.role != "auxiliary" for member in alike)
+    contributing = len(alike)
     active = statistics.median_low([member.active for member in alike])
     last = max(member.attempt for member in alike) >= attempts
     if 2 * contributing <= active and not last:
@@ -254,22 +268,21 @@ def judge(  # noqa: PLR0911 - one line for each reason
     return Verdict(True, f"{counted:g} samples of {contributing} of {active} peers")
 
 
-def suspects(result: RoundResult, own: str) -> frozenset[str]:
-    """Members of a round that failed of whom this peer heard nothing, and those that tell
-    nonsense: to be avoided in a retry.
-
-    Two clients never exchange anything, so that they cannot suspect each other.
-    """
-    told = {member.peer_id: brought(member) for member in result.members}
-    found = {name for name, one in told.items() if one is None}
-    mine = told.get(own)
+def _members(result: RoundResult, terms: int) -> tuple[list[Brought], str]:
+    """What the members say of themselves; why the round is of no use, or ""."""
     if not result.complete:
-        found |= {
-            name for name, one in told.items()
-            if one is not None and not result.rates.get(name)
-            and not (one.role == "client" and mine is not None and mine.role == "client")
-        }  # fmt: skip
-    return frozenset(found - {own})
+        return [], f"only {result.fraction:.1%} was averaged"
+    members = []
+    for member in result.members:
+        told = brought(member)
+        if told is None or len(told.labels) != terms:
+            return [], f"peer '{member.peer_id}' tells what no peer of this run tells"
+        members.append(told)
+    if any(member.epoch != result.epoch for member in members):
+        return [], "peers of different epochs in one round"
+    if all(member.role == "auxiliary" for member in members):
+        return [], "nobody with gradients in the round"
+    return members, ""
 
 
 def too_long(norm: float, recent: Sequence[float], ratio: float) -> bool:

@@ -5,7 +5,7 @@ Without authorisation only the identity is left, and everybody who knows an addr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,23 +76,33 @@ class Membership:
 
         Start it after the peer's processes: it has threads. Raises UserError.
         """
-        trust = self.trust
-        if trust is None:
+        if self.trust is None:
             return None
-
-        def show(_: object = None) -> None:
-            try:
-                guard.publish(dht, trust, self.token, self.identity.peer_id)
-            except Untrusted as error:
-                say(f"warning: this peer's token is void: {error}")
-
         keeper = TokenKeeper(
-            trust, self.token, self.identity, self.account,
-            sources=[revocation.dht_source(dht, self.run)], on_renewed=show,
+            self.trust, self.token, self.identity, self.account,
+            sources=[revocation.dht_source(dht, self.run)],
+            on_renewed=lambda _: self.show(dht, say),
         )  # fmt: skip
         keeper.start()
-        show()
+        self.show(dht, say)
         return keeper
+
+    def show(self, dht: Any, say: Say) -> None:
+        """Put the token into the DHT."""
+        if self.trust is None:
+            return
+        try:
+            guard.publish(dht, self.trust, self.token, self.identity.peer_id)
+        except Untrusted as error:
+            say(f"warning: this peer's token is void: {error}")
+
+    def rejoin(self, dht: Any, addresses: Sequence[str], say: Say) -> None:
+        """Ask the peers of `addresses` again, which hivemind does not where one did not answer;
+        and show them the token, which nobody else may have kept."""
+        from training.swarm import dht_access  # noqa: PLC0415  # imports hivemind
+
+        dht_access.rejoin(dht, addresses)
+        self.show(dht, say)
 
 
 def membership(

@@ -9,7 +9,8 @@
 `step` looks after everything else: it reports, finds out whether the epoch has ended, averages
 with the others, takes the step that follows, and downloads the others' weights where this peer has
 fallen behind. The rules are in `training.swarm.epochs`, what is averaged in `training.swarm.modes`.
-An auxiliary peer runs the same loop; it never wants samples.
+An auxiliary peer runs the same loop; it never wants samples and takes no step, but its `epoch` goes
+with that of the others.
 
 In delayed mode a round runs in a thread beside the next epoch's gradients, which are computed with
 the weights of before it until it ends. Nothing else here has a thread.
@@ -17,14 +18,10 @@ the weights of before it until it ends. Nothing else here has a thread.
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,69 +32,16 @@ from training.swarm import epochs, modes, portable
 from training.swarm.epochs import Elsewhere, Stage, Verdict, View
 from training.swarm.gradients import Gathered
 from training.swarm.modes import Batch
+from training.swarm.rounds import Averaged, Clock, Job, in_a_thread, rss_bytes
 from training.swarm.settings import Collaboration
 from training.swarm.state import NoState, state_hash
 from training.swarm.types import Announcement, Member, PeerInfo, RoundResult, State, Transport
 
 _RATE_MEMORY = 0.9
 """What is left of a peer's older speed after each microbatch."""
-_AVOIDED_EPOCHS = 8
-"""So long a peer whose rounds fail is not grouped with."""
 
 Tell = Callable[[Stage, int, str], None]
 """Hears of each stage: its name, the epoch, and what there is to say."""
-
-
-class Clock(Protocol):
-    """Time, so that tests have their own."""
-
-    def time(self) -> float:
-        """Seconds since 1970."""
-        ...
-
-    def monotonic(self) -> float:
-        """Seconds since some moment; never goes back."""
-        ...
-
-    def sleep(self, seconds: float) -> None:
-        """Wait."""
-        ...
-
-
-class Job(Protocol):
-    """A round that runs beside something else."""
-
-    def done(self) -> bool:
-        """Whether `result` is there."""
-        ...
-
-    def result(self) -> _Averaged:
-        """What the round gave; waits for it."""
-        ...
-
-
-@runtime_checkable
-class Avoiding(Protocol):
-    """A transport that can keep out of groups with some peers: a group retries without those of
-    whom nothing came."""
-
-    def avoid(self, peers: frozenset[str]) -> None:
-        """Form no group with `peers`, until the next call."""
-        ...
-
-
-def in_a_thread(work: Callable[[], _Averaged]) -> Job:
-    """Run `work` in a thread that does not keep the process alive."""
-    future: Future[_Averaged] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # handed over to whoever asks for the result
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="swarm round", daemon=True).start()
-    return future
 
 
 @dataclass(frozen=True)
@@ -112,13 +56,6 @@ class Applied:
     norm: float
     samples: int
     result: RoundResult
-
-
-@dataclass(frozen=True)
-class _Averaged:
-    tensors: list[Tensor]
-    result: RoundResult | None
-    gathered: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -148,7 +85,7 @@ class CollaborativeOptimiser:
         rate: modes.Rate,
         max_gradient_norm: float | None = 1.0,
         clock: Clock = time,
-        submit: Callable[[Callable[[], _Averaged]], Job] = in_a_thread,
+        submit: Callable[[Callable[[], Averaged]], Job] = in_a_thread,
         tell: Tell = lambda stage, epoch, text: None,
     ) -> None:
         self.transport, self.peer, self.settings = transport, peer, settings
@@ -166,8 +103,8 @@ class CollaborativeOptimiser:
             "samples": 0, "skipped": 0, "skipped_in_a_row": 0, "norms": []
         }  # fmt: skip
         self._pending: _Pending | None = None
-        self._suspects: frozenset[str] = frozenset()
-        self._avoided: dict[str, int] = {}
+        self._assisted = (-1, 0.0)
+        """The epoch of the last round that an auxiliary was in, and when that ended."""
         self._announced_at = self._looked_at = -float("inf")
         self._announcements: list[Announcement] = []
         self._speed = (0.0, 0.0)
@@ -176,8 +113,8 @@ class CollaborativeOptimiser:
 
     @property
     def state_hash(self) -> str:
-        """Of the weights and moments that `epoch` began with."""
-        return self._hash
+        """Of the weights and moments that `epoch` began with; "" for an auxiliary, without any."""
+        return "" if self.peer.role == "auxiliary" else self._hash
 
     @property
     def gathering(self) -> int:
@@ -219,6 +156,9 @@ class CollaborativeOptimiser:
 
     def start(self) -> None:
         """Wait until enough peers are there, with the weights that most have. Raises UserError."""
+        if self.peer.role == "auxiliary":
+            self._announce(now=True)
+            return
         until = self._clock.monotonic() + self.settings.start_wait_s
         self._publish()
         while True:
@@ -278,6 +218,9 @@ class CollaborativeOptimiser:
 
     def _step(self) -> Applied | None:
         self._announce()
+        if self.peer.role == "auxiliary":
+            self._assist()
+            return None
         seen = self._look()
         there = epochs.elsewhere(seen)
         behind = there is not None or seen.left_behind
@@ -295,6 +238,22 @@ class CollaborativeOptimiser:
             self._clock.sleep(self.settings.look_s)
         return None
 
+    def _assist(self) -> None:
+        """An auxiliary's turn: it reduces in the rounds of the others' epoch, and has no weights.
+
+        It is given no average, so it takes no step and announces no hash. After a round it leaves
+        the others the time to announce the next epoch.
+        """
+        self.epoch = self._look().newest
+        seen = epochs.view(self._own(), self._announcements)
+        epoch, at = self._assisted
+        waits_s = self.settings.announce_s + self.settings.look_s
+        again = epoch != self.epoch or self._clock.monotonic() - at > waits_s
+        if len(seen.trainers) > 1 and self._over(seen) and again:
+            self._check(self._prepared(Gathered(), 1)())
+            self._assisted = (self.epoch, self._clock.monotonic())
+        self._clock.sleep(self.settings.look_s)
+
     def _over(self, seen: View) -> bool:
         return self._mode.ready(seen, self._clock.monotonic())
 
@@ -306,8 +265,8 @@ class CollaborativeOptimiser:
         return Announcement(
             self.peer, self.gathering, gathered.samples,
             samples / seconds if seconds > 0 else 0.0,
-            self._hash if self._pending is None else "", self._clock.time(), gathered.loss,
-            _rss_bytes(),
+            self.state_hash if self._pending is None else "", self._clock.time(), gathered.loss,
+            rss_bytes(),
         )  # fmt: skip
 
     def _announce(self, *, now: bool = False) -> None:
@@ -353,7 +312,7 @@ class CollaborativeOptimiser:
                 self._mode.clear()
                 self._publish()
                 return applied
-            if verdict.minority:
+            if verdict.useless:
                 self._mode.clear()
                 return None
             seen = self._look(now=True)
@@ -365,23 +324,29 @@ class CollaborativeOptimiser:
                 return None
         return None
 
-    def _prepared(self, sealed: Gathered, attempt: int) -> Callable[[], _Averaged]:
+    def _prepared(self, sealed: Gathered, attempt: int) -> Callable[[], Averaged]:
         """A round with the gradients `sealed`, which does not touch this object when it runs."""
+        seen = self._look(now=True)
         gathered = {
-            "epoch": self.epoch, "samples": sealed.samples, "state_hash": self._hash,
-            "role": self.peer.role, "active": self._look(now=True).contributors,
+            "epoch": self.epoch, "samples": sealed.samples, "state_hash": self.state_hash,
+            "role": self.peer.role, "active": seen.contributors,
             "attempt": attempt, "labels": sealed.labels or [0.0] * self._mode.terms,
         }  # fmt: skip
         transport, epoch, timeout_s = self.transport, self.epoch, self.settings.round_timeout_s
         tensors = self._mode.outgoing(sealed)
         self._enter(Stage.MATCH, f"attempt {attempt} of {self.settings.attempts}")
+        if seen.alone and self.peer.role != "auxiliary":  # nobody to wait for
+            return lambda: Averaged(tensors, None, gathered)
 
-        def run() -> _Averaged:
-            result = transport.average(
-                tensors, weight=float(sealed.samples), epoch=epoch, gathered=gathered,
-                timeout_s=timeout_s,
-            )  # fmt: skip
-            return _Averaged(tensors, result, gathered)
+        def run() -> Averaged:
+            try:
+                result = transport.average(
+                    tensors, weight=float(sealed.samples), epoch=epoch, gathered=gathered,
+                    timeout_s=timeout_s,
+                )  # fmt: skip
+            except ValueError as error:  # of these tensors or this weight
+                return Averaged(tensors, None, gathered, str(error))
+            return Averaged(tensors, result, gathered)
 
         return run
 
@@ -408,7 +373,7 @@ class CollaborativeOptimiser:
             return applied
         seen = self._look(now=True)
         there = epochs.elsewhere(seen)
-        if verdict.minority or there is not None or seen.left_behind:
+        if verdict.useless or there is not None or seen.left_behind:
             self._mode.clear()
             if there is not None:
                 self._catch_up(there)
@@ -423,10 +388,12 @@ class CollaborativeOptimiser:
 
     # Check, apply, publish
 
-    def _check(self, averaged: _Averaged) -> tuple[RoundResult | None, Verdict]:
+    def _check(self, averaged: Averaged) -> tuple[RoundResult | None, Verdict]:
         """Whether the round is taken. A peer that is alone is a round of its own."""
         result = self._result(averaged)
-        if result is None:
+        if averaged.refused:
+            verdict = Verdict(False, averaged.refused, useless=True)
+        elif result is None:
             verdict = Verdict(False, "no group was found")
         else:
             self._enter(
@@ -438,34 +405,17 @@ class CollaborativeOptimiser:
                 result, self.peer.peer_id, needed=self._mode.needed,
                 attempts=self.settings.attempts, terms=self._mode.terms,
             )  # fmt: skip
-        self._avoid(result)
         self._enter(Stage.CHECK, ("" if verdict.accepted else "refused: ") + verdict.reason)
         return result, verdict
 
-    def _avoid(self, result: RoundResult | None) -> None:
-        """Leave out of the next groups whom two rounds in a row have failed on; everybody is let in
-        again when that leaves no group."""
-        if not isinstance(self.transport, Avoiding):
-            return
-        if result is None or not result.group_id:
-            self._suspects = frozenset()
-            self._avoided = {}
-        else:
-            found = epochs.suspects(result, self.peer.peer_id)
-            until = self.epoch + _AVOIDED_EPOCHS
-            self._avoided |= dict.fromkeys(found & self._suspects, until)
-            self._suspects = found
-        self._avoided = {name: at for name, at in self._avoided.items() if at > self.epoch}
-        self.transport.avoid(frozenset(self._avoided))
-
-    def _result(self, averaged: _Averaged) -> RoundResult | None:
+    def _result(self, averaged: Averaged) -> RoundResult | None:
         """The round; where no group was found, one of this peer alone if it may go on so.
 
         It may when nobody else has gradients, and in the last attempt when others have its
         weights: then they hear, or follow. With weights that nobody else has it waits for them, or
         it would run away from peers that it cannot reach.
         """
-        if averaged.result is not None:
+        if averaged.result is not None or averaged.refused:
             return averaged.result
         seen = self._look(now=True)
         last = averaged.gathered["attempt"] >= self.settings.attempts
@@ -498,10 +448,8 @@ class CollaborativeOptimiser:
 
     def _publish(self) -> None:
         """Let everybody know, and have, the weights of now. Raises Fault."""
-        state = self.state()
-        self._hash = state_hash(state)
+        self._hash = self.transport.share_state(self.state())
         self._enter(Stage.PUBLISH, f"state {self._hash[:12]}")
-        self.transport.share_state(state)
         self._announce(now=True)
         if self._counters["skipped_in_a_row"] >= self.settings.max_skipped:
             raise Fault(
@@ -537,12 +485,3 @@ class CollaborativeOptimiser:
 
     def _enter(self, stage: Stage, text: str) -> None:
         self._tell(stage, self.epoch, text)
-
-
-def _rss_bytes() -> int:
-    """Memory that this process holds; 0 where the system does not say."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")

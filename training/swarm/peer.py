@@ -40,6 +40,7 @@ from training.strategy import Placement, placed
 from training.swarm import bootstrap, leaving, run_file
 from training.swarm.data import PeerData
 from training.swarm.epochs import Stage
+from training.swarm.heartbeat import Heartbeat
 from training.swarm.leaving import Leave, interrupted
 from training.swarm.membership import Membership, Say, membership
 from training.swarm.optimiser import Applied, CollaborativeOptimiser
@@ -124,6 +125,7 @@ class _Peer:
         self.progress = Progress()
         self.coordinator = coordinator_id(run)
         self._met_at, self._heard_at = -float("inf"), time.monotonic()
+        self._asked_again = False
         self._closing = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
             network = build_network(recipe, prepared.vocab_size)
@@ -166,17 +168,23 @@ class _Peer:
             identity_path=self.member.identity.path,
             **self.member.dht_options(),
         )
+        settings = transport_settings(recipe, self.folder)
         try:
-            self.transport = SwarmTransport(
+            transport = SwarmTransport(
                 self.dht,
-                transport_settings(recipe, self.folder),
+                settings,
                 averaged(self.network, recipe, len(self.objective.terms)),
                 self.member.guard(self.dht),
             )
         except BaseException:
             self.dht.shutdown()
             raise
+        self.transport = Heartbeat(
+            transport, every_s=settings.announcement_s / 4,
+            longest_s=recipe.collaboration.round_timeout_s + settings.allreduce_timeout_s + 60.0,
+        )  # fmt: skip
         stack.callback(self.transport.leave)
+        self.transport.start()
         keeper = self.member.keep(self.dht, self.say)
         if keeper is not None:
             # It may be amid a request, for which nobody who leaves waits.
@@ -292,13 +300,13 @@ class _Peer:
         ]  # fmt: skip
 
     def _look_around(self) -> None:
-        """Once a minute: remember whom one has met. Raises Lost."""
+        """Once a minute: remember whom one has met; when alone, ask them again. Raises Lost."""
         now = time.monotonic()
         if now - self._met_at < _MEET_S:
             return
         self._met_at = now
         if self._others():
-            self._heard_at = now
+            self._heard_at, self._asked_again = now, False
             with contextlib.suppress(OSError, RuntimeError):
                 self.known.add(connected(self.dht))
         elif now - self._heard_at > _LOST_S:
@@ -306,8 +314,11 @@ class _Peer:
                 self.run.addresses, self.known.addresses(), own_id=self.peer_id
             )
             good = [one for one in bootstrap.try_all(ways_in) if not one.why]
-            if good:
-                raise Lost(f"nobody was heard for {_LOST_S:.0f} s, but '{good[0].address}' answers")
+            if good and not self._asked_again:
+                self._asked_again = True
+                self.member.rejoin(self.dht, [one.address for one in good], self.say)
+            elif good:
+                raise Lost(f"nobody is heard any more, but '{good[0].address}' answers")
 
     def _linger(self) -> None:
         """Serve the last weights until the coordinator has them."""

@@ -22,6 +22,8 @@ from torch import Tensor
 from training.swarm.state import NoState, state_hash
 from training.swarm.types import Announcement, Member, PeerInfo, RoundResult, State
 
+LEFT_OUT_S = 60.0
+
 
 class Killed(BaseException):
     """Ends the thread of a killed peer, wherever it is."""
@@ -73,7 +75,6 @@ class Waiting:
     tensors: Sequence[Tensor]
     weight: float
     gathered: Mapping[str, Any]
-    avoided: frozenset[str]
     group: Group | None = None
 
 
@@ -93,7 +94,8 @@ class World:
     """Time, and everything between the peers.
 
     window_s: how long a group waits for more. lag_s: age at which an announcement is seen.
-    breaks: peers that a round is not complete for, from its number and its members.
+    breaks: peers that a round is not complete for, from its number and its members. blamed: of
+    those members, whom all leave out of groups for a while afterwards.
     """
 
     def __init__(
@@ -107,10 +109,13 @@ class World:
         lag_s: float = 0.1,
         half: bool = False,
         breaks: Callable[[int, Sequence[str]], Collection[str]] = lambda number, names: (),
+        blamed: Collection[str] = (),
     ) -> None:
         self.random = random.Random(seed)
         self.window_s, self.reduce_s, self.download_s = window_s, reduce_s, download_s
         self.fresh_s, self.lag_s, self.half, self.breaks = fresh_s, lag_s, half, breaks
+        self.blamed = frozenset(blamed)
+        self.left_out: dict[str, float] = {}
         self.now = 0.0
         self.actors: list[Actor] = []
         self.local = threading.local()
@@ -196,13 +201,13 @@ class World:
     # Rounds
 
     def close(self, epoch: int) -> None:
-        """Make a group of those who wait for `epoch` and do not avoid each other."""
-        members: list[Waiting] = []
-        for one in self.queues[epoch]:
-            names = {other.peer.peer_id for other in members}
-            if names & one.avoided or any(one.peer.peer_id in other.avoided for other in members):
-                continue
-            members.append(one)
+        """Make a group of those who wait for `epoch`, and whom no round has failed on lately."""
+        members = [
+            one for one in self.queues[epoch]
+            if self.left_out.get(one.peer.peer_id, 0.0) <= self.now
+        ]  # fmt: skip
+        if all(one.peer.role == "auxiliary" for one in members):
+            return
         if len(members) < 2:
             return
         self.queues[epoch] = [one for one in self.queues[epoch] if one not in members]
@@ -210,6 +215,8 @@ class World:
         group = Group(len(self.groups), epoch, members)
         names = [one.peer.peer_id for one in members]
         group.broken_at = frozenset(self.breaks(group.number, names))
+        if group.broken_at:
+            self.left_out |= dict.fromkeys(self.blamed & set(names), self.now + LEFT_OUT_S)
         weight = sum(one.weight for one in members)
         if weight == 0:
             group.broken_at = frozenset(names)
@@ -230,8 +237,6 @@ class MemoryTransport:
 
     def __init__(self, world: World, peer: PeerInfo) -> None:
         self.world, self.peer = world, peer
-        self.avoided: frozenset[str] = frozenset()
-        self.avoided_before: list[frozenset[str]] = []
 
     @property
     def peer_id(self) -> str:
@@ -250,10 +255,6 @@ class MemoryTransport:
                 found.append(seen[-1])
         return found
 
-    def avoid(self, peers: frozenset[str]) -> None:
-        self.avoided = peers
-        self.avoided_before.append(peers)
-
     def average(
         self,
         tensors: Sequence[Tensor],
@@ -264,8 +265,10 @@ class MemoryTransport:
         timeout_s: float,
     ) -> RoundResult | None:
         world, begin = self.world, self.world.now
+        if not all(bool(one.isfinite().all()) for one in tensors):
+            raise ValueError("a tensor is not finite")
         queue = world.queues.setdefault(epoch, [])
-        own = Waiting(self.peer, tensors, weight, dict(gathered), self.avoided)
+        own = Waiting(self.peer, tensors, weight, dict(gathered))
         if not queue:
             world.opened[epoch] = world.now
         queue.append(own)
@@ -290,7 +293,7 @@ class MemoryTransport:
         complete = self.peer_id not in group.broken_at
         if lost and complete:
             complete = world.random.random() < 0.5
-        if complete:
+        if complete and self.peer.role != "auxiliary":  # it is given no average
             for tensor, average in zip(own.tensors, group.averages, strict=True):
                 tensor.copy_(average)
         members = tuple(
@@ -298,17 +301,16 @@ class MemoryTransport:
             for one in group.members
         )
         rates = {name: 1e6 for name in names if name != self.peer_id and name not in lost}
-        if not complete:
-            rates = {name: rate for name, rate in rates.items() if name not in group.broken_at}
         return RoundResult(
             group.epoch, f"{group.number:08x}", members, 1.0 if complete else 0.5,
             world.now - begin, 100, rates, complete,
         )  # fmt: skip
 
-    def share_state(self, state: State) -> None:
+    def share_state(self, state: State) -> str:
         tensors = {name: one.detach().clone() for name, one in state.tensors.items()}
         shared = State(state.epoch, tensors, copy.deepcopy(dict(state.metadata)))
         self.world.shared[self.peer_id] = shared
+        return state_hash(shared)
 
     def download_state(
         self, *, expected_hash: str | None, donors: Collection[str] = (), timeout_s: float

@@ -14,7 +14,6 @@ from training.swarm.epochs import (
     brought,
     elsewhere,
     judge,
-    suspects,
     too_long,
     view,
 )
@@ -57,6 +56,24 @@ def test_only_reports_of_this_epoch_and_of_peers_with_gradients_count() -> None:
     assert seen.shared
     assert not view(told("a", 3), [told("b", 4), told("c", 3, state_hash="x")]).shared
     assert view(told("a", 3), [told("x", 3, role="auxiliary")]).alone
+    # a coordinator or an auxiliary that watches keeps nobody from believing the one peer there is
+    watcher = told("x", 3, state_hash="", role="auxiliary")
+    assert elsewhere(view(told("a", 3), [watcher, told("b", 4, state_hash="n")])) == Elsewhere(
+        4, "n", ("b",)
+    )
+    # what a coordinator has kept is all that there is
+    kept = told("x", 7, state_hash="k", role="auxiliary")
+    assert elsewhere(view(told("a", 3), [kept])) == Elsewhere(7, "k", ("x",))
+    assert elsewhere(view(told("a", 7), [kept])) is None
+
+
+def test_auxiliary_goes_with_the_trainers() -> None:
+    own = told("x", 0, role="auxiliary")
+    assert view(own, []).newest == 0
+    assert view(own, [told("a", 5)]).newest == 5
+    assert view(own, [told("a", 5), told("b", 4), told("c", 4), told("y", 9, role="auxiliary")]
+                ).newest == 4  # fmt: skip
+    assert view(own, [told("a", 5, state_hash=""), told("b", 4)]).newest == 4
 
 
 ELSEWHERE = [
@@ -128,8 +145,13 @@ JUDGED = [
     ([member("a"), member("b", weight=1.0)], {}, False, "5 of 8 samples"),
     # samples with other weights do not count
     ([member("a"), member("b"), member("c", 9, state_hash="x")], {}, True, "8 samples of 2 of 3"),
+    # an auxiliary is neither a peer of the step nor of the vote
     ([member("a", 9), member("b", 9, role="auxiliary")], {}, False, "only 1 of 3 peers"),
-    ([member("a", 9), member("b", 0, attempt=3, role="auxiliary")], {}, True, "9 samples of 1"),
+    ([member("a", 9, attempt=3), member("x", 0, state_hash="", role="auxiliary")], {}, True,
+     "9 samples of 1"),
+    ([member("a"), member("b"), *(member(x, 0, state_hash="", role="auxiliary") for x in "xyz")],
+     {}, True, "8 samples of 2 of 3 peers"),
+    ([member("x", 9, role="auxiliary")], {}, False, "nobody with gradients"),
     # half of the peers might not be the only half
     ([member("a", active=4), member("b", active=4)], {}, False, "only 2 of 4 peers"),
     ([member("a", active=4), member("b", active=4, attempt=3)], {}, True, "8 samples of 2 of 4"),
@@ -145,14 +167,14 @@ def test_judge(members: Any, more: Any, accepted: bool, reason: str) -> None:
     verdict = judge(round_of(*members, **more), "a", needed=8, attempts=3, terms=1)
     assert verdict.accepted is accepted
     assert reason in verdict.reason
-    assert not verdict.minority
+    assert not verdict.useless
     assert verdict.short is (" of 8 samples" in reason)
 
 
-def test_minority_is_told_so() -> None:
+def test_peer_with_other_weights_is_told_so() -> None:
     members = [member("a", state_hash="x"), member("b"), member("c")]
     verdict = judge(round_of(*members), "a", needed=8, attempts=3, terms=1)
-    assert (verdict.accepted, verdict.minority) == (False, True)
+    assert (verdict.accepted, verdict.useless) == (False, True)
     assert judge(round_of(*members), "b", needed=8, attempts=3, terms=1).accepted
 
 
@@ -166,17 +188,6 @@ def test_nonsense_is_seen(more: dict[str, Any]) -> None:
     assert brought(Member("b", 4.0, {})) is None
     assert brought(member("b")) is not None
     assert brought(member("b", **more)) is None
-
-
-def test_suspects() -> None:
-    members = [member("a"), member("b"), member("c"), member("d", role="client")]
-    assert suspects(round_of(*members), "a") == frozenset()
-    failed = round_of(*members, complete=False, rates={"b": 5.0, "c": 0.0})
-    assert suspects(failed, "a") == {"c", "d"}
-    assert suspects(failed, "d") == {"a", "c"}
-    clients = [member("d", role="client"), member("e", role="client")]
-    assert suspects(round_of(*clients, complete=False, rates={}), "d") == frozenset()
-    assert suspects(round_of(member("a"), member("b", labels=None)), "a") == {"b"}
 
 
 def test_too_long() -> None:

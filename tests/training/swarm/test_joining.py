@@ -28,14 +28,19 @@ name = "tiny-swarm"
 data = {lanes = 4, held_out = 0.1}
 examples = {sequence_length = 32}
 model = {family = "albert", size = "tiny"}
-batch = {samples = 48, microbatch = 4}
+batch = {samples = 400, microbatch = 4}
 optimiser = {name = "lamb", learning_rate = 5e-3, epsilon = 1e-6}
 schedule = {steps = 24, warmup_steps = 2}
 checkpoint = {every = 4}
-collaboration = {labels_per_sample = [4.0, 1.0], min_peers = 2, announce_s = 0.3, look_s = 0.2}
 swarm = {codec = "none", matchmaking_s = 1.0, sender_s = 5}
 peer = {host = "127.0.0.1"}
 coordinator = {port = 0, page_port = 0, poll_s = 0.5, gone_s = 10}
+[collaboration]
+labels_per_sample = [4.0, 1.0]
+min_peers = 2
+announce_s = 0.3
+look_s = 0.2
+round_timeout_s = 20
 """
 
 
@@ -157,7 +162,7 @@ def test_a_run(commands: Commands, tmp_path: Path, capsys: pytest.CaptureFixture
     assert log[-1]["until"] >= at
     epochs = lines(tmp_path / "one" / "metrics.jsonl")
     assert [line["epoch"] for line in epochs] == list(range(24))
-    assert all(line["samples"] >= 48 and line["fraction"] == 1.0 for line in epochs)
+    assert all(line["samples"] >= 400 and line["fraction"] == 1.0 for line in epochs)
     assert checkpoint.latest(run) == run / "checkpoints" / "step-00000024"
     assert (run / "model" / "model.safetensors").is_file()
     assert json.loads((tmp_path / "one" / "addresses.json").read_text())
