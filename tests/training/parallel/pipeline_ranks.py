@@ -216,10 +216,10 @@ def _sequential(units: int) -> nn.Module:
 
 
 def _shared() -> nn.Module:
-    """Two modules with one weight and biases of their own, one after the other."""
-    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
-    second.weight = first.weight
-    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), first, nn.Tanh(), second, nn.Tanh())
+    """Two modules with one weight, and one with a weight of its own between them."""
+    first, second, third = (nn.Linear(8, 8, bias=False) for _ in range(3))
+    third.weight = first.weight
+    return nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), third, nn.Tanh())
 
 
 class _Twice(nn.Module):

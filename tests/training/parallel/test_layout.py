@@ -51,11 +51,9 @@ def test_the_run_makes_the_cut_that_auto_promised(sets: tuple[str, ...]) -> None
     base = recipe(*sets)
     devices = Devices(1, 4, 10**9)
     climber = Climber(base, devices, VOCAB, keep_precision=True)
-    # Devices on which it just fits, so that memory narrows the search; with shards the search is
-    # more careful than the count of the cut that it finds.
+    # Devices on which it just fits, so that memory narrows the search.
     (rung,) = (one for one in climber.climbing() if one.name == "pipeline")
-    room = 1.2 if base.run.pipeline.shard else 1.0
-    tight = replace(devices, memory_bytes=int(room * rung.total_bytes / 0.95) + 2)
+    tight = replace(devices, memory_bytes=int(rung.total_bytes / 0.95) + 2)
     climber = Climber(base, tight, VOCAB, keep_precision=True)
     (rung,) = (one for one in climber.climbing() if one.name == "pipeline")
     assert rung.fits
