@@ -3,6 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+ALONE := $(BIN)/python -m pytest -q
 
 .PHONY: demo test test-all lint bench clean
 
@@ -16,10 +17,12 @@ demo: .venv/ready
 	$(BIN)/gristmill demo out/demo
 
 test: .venv/ready
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) -m 'not slow and not peers'
+	$(ALONE) -m 'peers and not slow'
 
 test-all: .venv/ready
-	$(PYTEST)
+	$(PYTEST) -m 'not peers'
+	$(ALONE) -m peers
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -282,6 +282,15 @@ def _swarm_actions(verb: argparse.ArgumentParser) -> dict[str, argparse.Argument
                         help="something in front of the service speaks HTTPS")  # fmt: skip
     action.add_argument("--dry-run", action="store_true", help="print the recipe and the run only")
     _json(action)
+    action = add("size", "what an epoch costs with given peers, and what to change",
+                 "sahajbert --peers 40x5@100/50 10x2@20/5:client")  # fmt: skip
+    action.add_argument("recipe", metavar="RECIPE")
+    action.add_argument("--peers", nargs="+", required=True, metavar="PEERS",
+                        help="COUNTxRATE@UP/DOWN: samples/s, Mbit/s; :client behind a firewall"
+                        )  # fmt: skip
+    action.add_argument("--tokenizer", metavar="DIR", help="short for model.tokenizer: its pieces")
+    _set(action)
+    _json(action)
     action = add("join", "take part in a run, until its end or Ctrl+C",
                  "https://swarm.example.org --user alice --credential alice.key "
                  "--data out/mined --output out/peer")  # fmt: skip

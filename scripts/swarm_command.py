@@ -1,4 +1,4 @@
-"""`gristmill swarm`: start a run, join it, check the machine, see how it stands, let people in.
+"""`gristmill swarm`: size a run, start it, join it, check the machine, see how it stands, let in.
 
 `start` and `join` run twice: as the supervisor of a process group, which is what the user calls,
 and in that group as the process that does the work (`scripts.swarm_process`, with `_INSIDE` in its
@@ -23,6 +23,7 @@ from scripts.train_command import overrides_of
 if TYPE_CHECKING:
     from training.swarm.recipe import SwarmRecipe
     from training.swarm.run_file import RunFile
+    from training.swarm.sizing import Design
     from training.swarm.token_client import Account
 
 _INSIDE = "GRISTMILL_SWARM_INSIDE"
@@ -49,8 +50,9 @@ def start(arguments: argparse.Namespace) -> int:
         _path(arguments.certificate), _path(arguments.private_key), arguments.behind_proxy
     )
     summary = coordinate(recipe, doors, say=_say)
-    print(json.dumps(summary) if arguments.json else _end_of_run(summary))
-    return 0
+    if "exit_code" not in summary:
+        print(json.dumps(summary) if arguments.json else _end_of_run(summary))
+    return int(summary.get("exit_code", 0))
 
 
 def join(arguments: argparse.Namespace) -> int:
@@ -159,9 +161,29 @@ def token(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def size(arguments: argparse.Namespace) -> int:
+    """What an epoch of a recipe costs with given peers, and what to change."""
+    from training.swarm import sizing  # noqa: PLC0415
+    from training.swarm.recipe import load_recipe  # noqa: PLC0415
+
+    peers = sizing.machines(arguments.peers)
+    tokenizer = arguments.tokenizer
+    chosen = [f"model.tokenizer={json.dumps(tokenizer)}"] if tokenizer else []
+    recipe = load_recipe(arguments.recipe, [*arguments.set, *chosen])
+    design = _design(recipe)
+    found = sizing.size(design, peers)
+    if arguments.json:
+        print(json.dumps({"parameters": design.parameters, "peers": len(peers)} | found.to_json()))
+    else:
+        print(f"{recipe.name}: {design.mode}, {design.parameters:,} parameters, {design.codec}")
+        print(sizing.table(found, peers))
+    return 0
+
+
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "start": start,
     "join": join,
+    "size": size,
     "doctor": doctor,
     "status": status,
     "allow": allow,
@@ -206,9 +228,19 @@ def _run_of(arguments: argparse.Namespace, folder: Path) -> RunFile:
     known = run_file.parse(own.read_bytes(), str(own)) if own.exists() else None
     if known is not None and (folder / "authority").exists():
         raise UserError(f"'{folder}' is the folder of `swarm start`: give another with --output")
-    run = run_file.read(
-        arguments.place, pinned=arguments.authority, known=known, ca_file=_path(arguments.ca_file)
-    )
+    try:
+        run = run_file.read(
+            arguments.place, pinned=arguments.authority, known=known,
+            ca_file=_path(arguments.ca_file),
+        )  # fmt: skip
+    except Fault as error:
+        if known is None:
+            raise Fault(
+                f"'{arguments.place}' does not answer: check the address, and that `gristmill "
+                "swarm start` runs there, then run the same command again"
+            ) from error
+        _say(f"warning: {error}; joining by the run file and the addresses of the last time")
+        return run_file.read(str(own), pinned=arguments.authority, known=known)
     if known is None and not arguments.authority:
         _say(f"run '{run.run}', signed by {run.authority[0]}: compare that with the authority's")
     return run
@@ -309,18 +341,42 @@ def _dry_run(recipe: SwarmRecipe, *, as_json: bool) -> int:
     return 0
 
 
+def _design(recipe: SwarmRecipe) -> Design:
+    """What the sizing helper needs of a recipe."""
+    from training.swarm.epoch_plan import plan_of  # noqa: PLC0415
+    from training.swarm.sizing import CODEC_BYTES, Design  # noqa: PLC0415
+
+    settings, diloco = recipe.settings(), recipe.collaboration.diloco
+    plan = plan_of(recipe, _vocabulary(recipe))
+    parameters, codec = int(plan["parameters"]), recipe.swarm.codec
+    return Design(
+        parameters=parameters, codec=codec, mode=settings.mode,
+        target_batch=settings.target_batch, microbatch=recipe.batch.microbatch,
+        matchmaking_s=recipe.swarm.matchmaking_s, epochs=recipe.schedule.steps,
+        vectors=int(plan["round_bytes"]) // (parameters * CODEC_BYTES[codec]),
+        local_steps=diloco.local_steps, local_batch=diloco.local_batch or 1,
+        patience_s=diloco.patience_s, allreduce_limit_s=recipe.swarm.allreduce_s,
+        download_limit_s=settings.download_timeout_s,
+    )  # fmt: skip
+
+
 # Doctor
+
+
+def _vocabulary(recipe: SwarmRecipe) -> int:
+    """Of the tokenizer where one is given."""
+    from models.tokenizer import load_tokenizer  # noqa: PLC0415
+    from training.swarm.epoch_plan import DEFAULT_VOCABULARY  # noqa: PLC0415
+
+    tokenizer = recipe.model.tokenizer
+    return load_tokenizer(tokenizer).get_vocab_size() if tokenizer else DEFAULT_VOCABULARY
 
 
 def _parameters(recipe: SwarmRecipe) -> int:
     """Of the network; with the vocabulary of the tokenizer where one is given."""
-    from models.tokenizer import load_tokenizer  # noqa: PLC0415
-    from training.swarm.epoch_plan import DEFAULT_VOCABULARY, parameters_of  # noqa: PLC0415
+    from training.swarm.epoch_plan import parameters_of  # noqa: PLC0415
 
-    size = DEFAULT_VOCABULARY
-    if recipe.model.tokenizer:
-        size = load_tokenizer(recipe.model.tokenizer).get_vocab_size()
-    return parameters_of(recipe, size)
+    return parameters_of(recipe, _vocabulary(recipe))
 
 
 def _inputs(run: RunFile, recipe: SwarmRecipe) -> Any:
@@ -417,7 +473,10 @@ def _path(text: str | None) -> Path | None:
 
 
 def _say(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+    from pipelines.report_parts import visible  # noqa: PLC0415
+
+    # Texts hold what peers say of themselves.
+    print(f"{time.strftime('%H:%M:%S')} {visible(text)}", file=sys.stderr, flush=True)
 
 
 def _day(seconds: int) -> str:

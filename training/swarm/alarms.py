@@ -21,6 +21,8 @@ _FIRST_EPOCH_S = 900.0
 _MEDIAN_OF = 3  # epochs that a median needs
 _CLOCK_S = 2.0  # hivemind refuses a peer at 3 s
 _ROUNDS = 10
+_SHORT_OF = 10  # epochs, so that a start with few samples is no alarm
+_WINDOWS = 3  # as in training.swarm.sizing
 _NAMES = 3
 
 
@@ -33,7 +35,8 @@ class Look:
     long the last epochs took. fraction: really averaged in the newest epoch that a round told of.
     failed, rounds: of the last rounds those that were not whole. no_number: peers whose loss is
     NaN or infinite. clock_s: by peer, ahead (+). other_weights: peers whose hash differs from the
-    majority's.
+    majority's. matchmaking_s: of the recipe. delayed: peers compute while they
+    average.
     """
 
     active: int = 0
@@ -49,6 +52,8 @@ class Look:
     no_number: Sequence[str] = ()
     clock_s: Mapping[str, float] = field(default_factory=dict)
     other_weights: Sequence[str] = ()
+    matchmaking_s: float | None = None
+    delayed: bool = False
     finished: bool = False
 
 
@@ -114,6 +119,21 @@ def _back(look: Look) -> Alarm | None:
     return Alarm("back", "warning", text)
 
 
+def _short(look: Look) -> Alarm | None:
+    """Epochs that hold hardly more than their matchmaking window; SWARM 1.3: peers got stuck."""
+    if look.finished or not look.matchmaking_s or len(look.epoch_s) < _SHORT_OF:
+        return None
+    waiting = 0.0 if look.delayed else look.matchmaking_s
+    computing = statistics.median(look.epoch_s) - waiting
+    if computing >= _WINDOWS * look.matchmaking_s:
+        return None
+    text = (
+        f"An epoch computes for {_time(max(0.0, computing))}, less than {_WINDOWS} matchmaking "
+        f"windows of {look.matchmaking_s:g} s: see gristmill swarm size"
+    )
+    return Alarm("short", "warning", text)
+
+
 def _clock(look: Look) -> Alarm | None:
     wrong = {name: clock for name, clock in look.clock_s.items() if abs(clock) >= _CLOCK_S}
     if not wrong:
@@ -129,7 +149,7 @@ def _clock(look: Look) -> Alarm | None:
 
 
 _RULES: tuple[Callable[[Look], Alarm | None], ...] = (
-    _peers, _stalled, _loss, _partial, _split, _back, _retried, _clock,
+    _peers, _stalled, _loss, _partial, _split, _back, _retried, _short, _clock,
 )  # fmt: skip
 
 

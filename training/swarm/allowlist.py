@@ -3,7 +3,8 @@
 One JSON object a line: who was added with which credential, removed, revoked, and which keys of
 the authority came and went. The state is what the lines say, from the first to the last, and
 nobody can alter, drop or reorder a line in the middle unseen. A line that a crash cut short was
-never said; the next one replaces it.
+never said; the next one replaces it. Beside the log stands a note of its last line (`.head`): a
+log that ends before it was cut, or is an old copy, in which removed users would be back.
 
 A credential is a random secret of 192 bits which the user gets once; the log holds its SHA-256
 only, so that the log may be shown.
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from models import files
 from models.errors import UserError
 from training.swarm import keys
 from training.swarm.keys import SigningKey, Untrusted
@@ -38,6 +40,7 @@ _FIELDS: Mapping[str, Mapping[str, type]] = {
     "retire-key": {"key": str},
 }
 _NO_LINE = "0" * 64
+_HEAD = ".head"
 
 
 @dataclass
@@ -146,6 +149,7 @@ def read(path: Path) -> Allowlist:
 def _folded(path: Path, data: bytes) -> tuple[Allowlist, int]:
     """The state, and how many bytes of `data` are whole lines."""
     state = Allowlist()
+    head_lines, head_digest = _head(path)
     whole = data.rfind(b"\n") + 1
     for number, line in enumerate(data[:whole].splitlines(), start=1):
         try:
@@ -155,7 +159,27 @@ def _folded(path: Path, data: bytes) -> tuple[Allowlist, int]:
                 f"'{path}' was altered: line {number} cannot be believed: {error}; "
                 "put the file back from a backup"
             ) from error
+        if state.lines == head_lines and state.last_digest != head_digest:
+            raise UserError(f"'{path}' was replaced: line {number} is not the one that was there")
+    if state.lines < head_lines:
+        raise UserError(
+            f"'{path}' was cut: it has {state.lines} lines and had {head_lines}, so whoever was "
+            f"removed since would be back; put the newest back from a backup, or remove "
+            f"'{path.name}{_HEAD}' to go on with this one"
+        )
     return state, whole
+
+
+def _head(path: Path) -> tuple[int, str]:
+    """How many lines the log `path` has had, and the digest of the last of them."""
+    note = path.with_name(path.name + _HEAD)
+    try:
+        found = keys.parsed(note.read_bytes())
+        return int(found["lines"]), str(found["digest"])
+    except FileNotFoundError:
+        return 0, _NO_LINE
+    except (OSError, Untrusted, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"'{note}' cannot be read: put it back from a backup") from error
 
 
 class Log:
@@ -217,4 +241,6 @@ class Log:
             while data:
                 data = data[os.write(descriptor, data) :]
             os.fsync(descriptor)
+            note = keys.canonical({"lines": state.lines, "digest": state.last_digest})
+            files.write_atomic(self.path.with_name(self.path.name + _HEAD), note)
             return state

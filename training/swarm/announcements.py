@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from training.swarm.types import ROLES, Announcement, PeerInfo
 
 _MOST_CHARS = 200
+_HASH = re.compile(r"([0-9a-f]{64})?")
 LEFT = "left"
 """What a peer that leaves puts in the place of its announcement."""
 
@@ -45,22 +47,24 @@ def from_value(peer_id: object, value: object) -> Announcement | None:
     loss, role = value.get("loss"), value.get("role")
     if not all(isinstance(text, str) and len(text) <= _MOST_CHARS for text in (*texts, peer_id)):
         return None
-    if not all(type(count) is int and 0 <= count < 1 << 53 for count in counts):
-        return None
-    if not all(isinstance(number, float) and 0 <= number < math.inf for number in numbers):
+    name, device, state_hash = (str(text) for text in texts)
+    if not (name + device).isprintable() or not _HASH.fullmatch(state_hash):
+        return None  # they stand in terminals and in names of files
+    if not all(type(count) is int and 0 <= count < 1 << 53 for count in counts) or not all(
+        isinstance(number, float) and 0 <= number < math.inf for number in numbers
+    ):
         return None
     # A loss may be NaN: that is what the coordinator's alarm is for.
     if role not in ROLES or not (loss is None or isinstance(loss, float)):
         return None
-    name, device, state_hash = texts
     epoch, samples, rss_bytes = counts
     rate, time = numbers
     return Announcement(
-        peer=PeerInfo(peer_id, str(name), role, str(device)),
+        peer=PeerInfo(peer_id, name, role, device),
         epoch=int(epoch or 0),
         samples=int(samples or 0),
         rate=float(rate or 0),
-        state_hash=str(state_hash),
+        state_hash=state_hash,
         time=float(time or 0),
         loss=loss,
         rss_bytes=int(rss_bytes or 0),

@@ -1,6 +1,6 @@
 """The authority of a run: a folder with its private keys and the signed log of who may take part.
 
-    DIRECTORY/allowlist.jsonl   the log (`training.swarm.allowlist`)
+    DIRECTORY/allowlist.jsonl   the log, and beside it .head (`training.swarm.allowlist`)
     DIRECTORY/keys/ID.pem       private keys, mode 0600
 
 What the commands of the CLI do is here, one method each. Every change is a line of the log; a
@@ -76,8 +76,8 @@ class Authority:
         """The authority in `folder`. Raises UserError when it is not there or was altered."""
         if not (folder / _LOG).exists():
             raise UserError(
-                f"'{folder}' holds no authority: make one with "
-                f"`gristmill swarm init RUN --authority '{folder}'`"
+                f"'{folder}' holds no authority: `gristmill swarm start` makes one in the folder "
+                "of a new run"
             )
         authority = cls(folder, clock)
         state = authority.state
@@ -106,7 +106,7 @@ class Authority:
 
     def _read_signers(self, state: Allowlist) -> dict[str, SigningKey]:
         found = {}
-        for name in state.keys:
+        for name in (*state.keys, *state.retired):
             path = self.folder / _KEYS / f"{name}.pem"
             if path.exists():
                 key = SigningKey.read(path)
@@ -137,7 +137,7 @@ class Authority:
         if known and not renew:
             raise UserError(
                 f"the user '{user}' is on the allowlist of '{self.run}' already: a new credential "
-                "comes with --renew"
+                f"comes with `gristmill swarm allow renew '{user}'`"
             )
         if renew:
             self._expect_user(user)
@@ -169,7 +169,8 @@ class Authority:
         state, now = self.state, self.clock()
         if peer in state.revoked_peers:
             raise UserError(
-                f"the peer '{peer}' was revoked: `gristmill swarm restore '{peer}'` lets it in"
+                f"the peer '{peer}' was revoked: `gristmill swarm allow restore '{peer}'` lets it "
+                "in"
             )
         # A user who comes back in the second of the revocation gets a token of the next second.
         issued = max(int(now), state.void_before.get(user, -1) + 1)
@@ -216,7 +217,8 @@ class Authority:
     def retire(self, key: str) -> None:
         """Void every token that the key of this id signed. Raises UserError.
 
-        The private key stays in its file: remove that once no peer is left that needs it.
+        The private key stays in its file and signs the revocation list still, so that peers which
+        know no other key hear of the new one: remove it once no such peer is left.
         """
         state = self.state
         if key not in state.keys:
@@ -240,7 +242,9 @@ class Authority:
             users=state.void_before,
             peers=tuple(sorted(state.revoked_peers)),
         )
-        return self.seal(revocation.KIND, found.body())
+        names = [*state.keys, *state.retired]
+        signers = [self._signers[name] for name in names if name in self._signers]
+        return keys.seal(revocation.KIND, found.body(), signers)
 
     def seal(self, kind: str, body: Mapping[str, Any]) -> bytes:
         """`body` sealed by every key in force whose private half is here (`keys.seal`)."""

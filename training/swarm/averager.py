@@ -38,7 +38,7 @@ from hivemind.utils import MPFuture, get_dht_time
 from training.swarm.codecs import Codec
 from training.swarm.following import follow_parent
 from training.swarm.rates import links
-from training.swarm.reduction import ExactRunner, Limits
+from training.swarm.reduction import ExactRunner, Left, Limits, to_leave_out
 from training.swarm.shares import Link, share_out
 from training.swarm.state import Digests, PartialCopy
 from training.swarm.state_transfer import Donor, DonorFailed, receive, refusal, request
@@ -55,6 +55,8 @@ _MODES = {
     "client": AveragingMode.CLIENT,
     "auxiliary": AveragingMode.AUX,
 }
+_PREFETCH = 4
+"""Parts under way at a time in each stream: with one, a slow line waits between two."""
 _VIOLATION_TIMES = 10
 """A peer that broke a rule is left out so many times longer than one that was slow."""
 
@@ -172,10 +174,9 @@ class RoundAverager(DecentralizedAverager):  # type: ignore[misc]
             return True
         name = peer_id.to_base58()
         try:
-            allowed = self._guard.allowed(name)
             # A guard that looks up tokens refuses a new peer at first, and can be waited for.
-            if not allowed and (admit := getattr(self._guard, "admit", None)) is not None:
-                allowed = await admit(name)
+            admit = getattr(self._guard, "admit", None)
+            allowed = self._guard.allowed(name) if admit is None else await admit(name)
         except Exception as error:
             log.warning("peer %s refused: the guard failed: %r", peer_id, error)
             return False
@@ -215,7 +216,10 @@ class RoundAverager(DecentralizedAverager):  # type: ignore[misc]
             if group is None:
                 return None
             with self._register_allreduce_group(group):
-                return await self._aggregate_with_group(group, epoch=epoch)
+                try:
+                    return await self._aggregate_with_group(group, epoch=epoch)
+                finally:  # where it failed before the round, groupmates would wait for it
+                    self._running_groups[group.group_id].cancel()
         finally:
             self._pending_groups_registered.set()
 
@@ -229,7 +233,7 @@ class RoundAverager(DecentralizedAverager):  # type: ignore[misc]
             reason = self._mismatch(members, epoch)
         if reason is not None or members is None:
             log.warning("epoch %d: left a group: %s", epoch, reason or "its data is not valid")
-            self._running_groups[group_info.group_id].cancel()
+            await self._go_away(group_info)
             return None
         roles: list[tuple[str, Role]] = [(m.peer_id, m.gathered["role"]) for m in members]
         group_links = tuple(links(roles, [m.gathered for m in members]))
@@ -256,6 +260,11 @@ class RoundAverager(DecentralizedAverager):  # type: ignore[misc]
         )
         waited = {peer.to_base58(): seconds for peer, seconds in runner.waited_s.items()}
         return RoundReport(result, group_links, shares, waited)
+
+    async def _go_away(self, group: GroupInfo) -> None:
+        """Tell the others that this peer is not in `group`, so that they need not wait for it."""
+        self._running_groups[group.group_id].set_result(Left(self.peer_id))
+        await asyncio.sleep(min(1.0, self.settings.matchmaking_s / 2))
 
     async def _refusal(self, group: GroupInfo) -> str | None:
         """Why this peer does not average in `group`."""
@@ -300,6 +309,7 @@ class RoundAverager(DecentralizedAverager):  # type: ignore[misc]
             weight=weights[self.peer_id],
             compression=self.settings.codec.compression,
             part_size_bytes=self.settings.part_bytes,
+            prefetch=_PREFETCH,
             sender_timeout=self.settings.sender_timeout_s,
             reducer_timeout=2 * self.settings.sender_timeout_s,
         )
@@ -320,11 +330,13 @@ class RoundAverager(DecentralizedAverager):  # type: ignore[misc]
         return runner, found
 
     def _leave_out(self, runner: ExactRunner, epoch: int) -> None:
-        for fault in runner.faults:
+        for fault in to_leave_out(runner.faults):
             log.warning("epoch %d: %s", epoch, fault)
             if fault.peer_id != self.peer_id:
-                times = _VIOLATION_TIMES if fault.violation else 1
-                until = time.monotonic() + times * self.settings.exclusion_s
+                seconds = self.settings.exclusion_s * (_VIOLATION_TIMES if fault.violation else 1)
+                if fault.left:  # a group without it can come about meanwhile
+                    seconds = min(seconds, 2 * self.settings.matchmaking_s)
+                until = time.monotonic() + seconds
                 known = self._left_out.get(fault.peer_id, until)
                 self._left_out[fault.peer_id] = max(known, until)
 
@@ -390,11 +402,8 @@ class RoundAverager(DecentralizedAverager):  # type: ignore[misc]
         """Download the state `wanted` from `donor`: its path as text, or DonorFailed."""
         try:
             async with self._fetching:  # two would append to the same file
-                copy = PartialCopy(Path(folder), wanted)
-                if not copy.complete:
-                    download = self._download(copy, donor, wanted, chunk_timeout_s)
-                    await asyncio.wait_for(download, timeout_s)
-                future.set_result(str(copy.finish()))
+                download = self._download(Path(folder), donor, wanted, chunk_timeout_s)
+                future.set_result(str(await asyncio.wait_for(download, timeout_s)))
         except DonorFailed as error:
             future.set_exception(error)
         except TimeoutError:
@@ -403,8 +412,12 @@ class RoundAverager(DecentralizedAverager):  # type: ignore[misc]
             future.set_exception(DonorFailed(f"it could not be reached: {error!r}"))
 
     async def _download(
-        self, copy: PartialCopy, donor: str, wanted: str, chunk_timeout_s: float
-    ) -> None:
+        self, folder: Path, donor: str, wanted: str, chunk_timeout_s: float
+    ) -> Path:
+        loop = asyncio.get_running_loop()
+        copy = await loop.run_in_executor(None, PartialCopy, folder, wanted)  # it hashes it
+        if copy.complete:
+            return copy.finish()
         peer = PeerID.from_base58(donor)
         if not await self._allowed(peer):
             raise DonorFailed("it is not authorised")
@@ -415,8 +428,17 @@ class RoundAverager(DecentralizedAverager):  # type: ignore[misc]
             await receive(stream, copy, chunk_timeout_s=chunk_timeout_s)
         finally:
             await stream.aclose()  # or the donor would wait for us, and its place be taken
+        return copy.finish()
 
     # The end.
+
+    async def _shutdown(self, timeout: float | None) -> None:
+        """hivemind's own fails where a group has no runner yet."""
+        if not self.client_mode:
+            await self.remove_p2p_handlers(self._p2p, namespace=self.prefix)
+        for future in list(self._running_groups.values()):
+            if not future.cancel() and not future.cancelled() and future.exception() is None:
+                future.result().finalize(cancel=True)
 
     async def _drain(self, *, future: MPFuture, timeout_s: float) -> None:
         """Wait until the members of the last round have their averages."""
@@ -453,6 +475,9 @@ def read_members(
         if not isinstance(weight, float) or not 0 <= weight <= settings.weight_cap:
             return None
         if role not in ROLES or (role == "auxiliary" and weight != 0) or not isinstance(epoch, int):
+            return None
+        samples = weight if role == "auxiliary" else value.get("samples", weight)
+        if samples != weight:  # its tensors would weigh more, or less, than what it is credited
             return None
         members.append(Member(peer_id.to_base58(), weight, value))
     return tuple(members)

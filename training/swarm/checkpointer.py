@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from models import files
 from models.errors import DamagedInput, Fault, UserError
@@ -34,6 +35,10 @@ from training.swarm.types import Announcement, State
 
 STATE_FILE = "state.safetensors"
 _EPOCHS_OF_VOTES = 16
+_WRITE_ERRORS = (
+    OSError, ValueError, RuntimeError, SafetensorError, UserError, Fault, DamagedInput
+)  # fmt: skip
+"""A full disk comes as SafetensorError out of transformers, as RuntimeError out of torch."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +156,11 @@ class Checkpointer:
         self._written = resumed.state.epoch
         return resumed
 
+    @property
+    def holding(self) -> bool:
+        """Whether a state waits for its votes."""
+        return self._held is not None
+
     def due(self, epoch: int) -> bool:
         """Whether the state at the start of `epoch` is to be held."""
         later = epoch > self._written and (self._held is None or epoch > self._held.state.epoch)
@@ -199,12 +209,23 @@ class Checkpointer:
         self._held = None
         try:
             row = self._write(held, vote, now)
-        except (OSError, ValueError, UserError, Fault, DamagedInput) as error:
+        except _WRITE_ERRORS as error:
             reason = _reason(error)
             self.trouble = f"No checkpoint of epoch {held.state.epoch}: {reason}"
             return None
-        self.trouble = None
+        self.trouble = self._export(row)
         return row
+
+    def _export(self, row: CheckpointRow) -> str | None:
+        """Renew the model in transformers' form; why it failed, where it did: the checkpoint
+        itself is written then all the same."""
+        if self._plan.export_to is None:
+            return None
+        try:
+            export_to(Path(row.path), self._plan.export_to)
+        except _WRITE_ERRORS as error:
+            return f"No model of epoch {row.epoch}, whose checkpoint is written: {_reason(error)}"
+        return None
 
     def _give_up(self, reason: str) -> None:
         if self._held is not None:
@@ -242,8 +263,6 @@ class Checkpointer:
             write_sealed(folder / checkpoint.STATE_FILE, sealed)
         self._written = epoch
         self._point(target)
-        if self._plan.export_to is not None:
-            export_to(target, self._plan.export_to)
         size = sum(path.stat().st_size for path in target.iterdir())
         return CheckpointRow(
             epoch, held.state_hash, vote.votes, vote.active, size, now, str(target)

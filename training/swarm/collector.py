@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 import time
 import unicodedata
 from collections import Counter, deque
@@ -25,6 +26,7 @@ from typing import Any
 from pipelines.report_parts import cut_columns, visible
 from training.swarm import alarms
 from training.swarm.metrics_store import (
+    KEPT_EPOCHS,
     Alarm,
     Leader,
     MetricsStore,
@@ -36,11 +38,15 @@ from training.swarm.metrics_store import (
 from training.swarm.types import ROLES, Announcement, RoundResult
 
 _MOST_PEERS = 2000
-_NAME_COLUMNS, _ID_CHARS = 48, 128
+_NAME_COLUMNS, _ID_CHARS, _ALARM_COLUMNS = 48, 128, 300
 _LARGEST = 1 << 50
+_MOST_RATE = 1e6  # samples/s of one peer
+_MOST_LOSS = 1e6
 _SETTLED_AFTER = 2  # epochs
 _SETTLED_AFTER_S = 60.0
 _AGES = 5
+_LONGEST_ROUND_S = 86_400.0
+_PENDING_GROUPS = 4096
 _MARKS = 3  # accents on one letter; more would run over the lines above and below
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")
 
@@ -77,7 +83,14 @@ class Collector:
         self._began = now
         self._active: deque[tuple[float, int]] = deque()
         self._ages: dict[str, deque[float]] = {}
+        self._told: dict[tuple[int, str], dict[str, tuple[tuple[str, float], ...]]] = {}
         self._extra: dict[str, Alarm] = {}
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch that more than half of the peers have reached; None before the first look."""
+        found = self._store.fact("epoch")
+        return None if found is None else int(found)
 
     def look(self, announcements: Iterable[Announcement], now: float | None = None) -> list[Alarm]:
         """Take in what every peer says; gives the alarms that are new."""
@@ -95,6 +108,9 @@ class Collector:
             if epoch is not None:
                 self._work(good, epoch)
                 self._settle(epoch, now)
+            self._store.forget_peers()
+            self._ages = {peer["peer_id"]: self._ages[peer["peer_id"]] for peer in active
+                          if peer["peer_id"] in self._ages}  # fmt: skip
             self._store.set_fact("looked", now)
             self._store.set_fact("refused", len(said) - len(good))
             found = alarms.find(self._look(active, epoch, no_number, now))
@@ -109,9 +125,19 @@ class Collector:
         now: float | None = None,
     ) -> None:
         """Take in how a round went at the peer `reporter`. parts: each member's share of the
-        averaging, 0 to 1."""
+        averaging, 0 to 1.
+
+        Weights count once more than half of the round's members told the same: one peer alone says
+        nothing about the others' samples. A round far from the run's epoch is not believed.
+        """
         now = time.time() if now is None else now
-        if not _whole(result.epoch) or not _number(result.fraction, 0, 1):
+        members = {member.peer_id for member in result.members}
+        if (
+            not self._near(result.epoch)
+            or not _number(result.fraction, 0, 1)
+            or not _number(result.seconds, 0, _LONGEST_ROUND_S)
+            or reporter not in members
+        ):
             return
         with self._store.changing():
             self._store.see_round(
@@ -121,7 +147,7 @@ class Collector:
                     reporter=shown(reporter, _ID_CHARS),
                     members=len(result.members),
                     fraction=float(result.fraction),
-                    seconds=max(0.0, float(result.seconds)),
+                    seconds=float(result.seconds),
                     complete=bool(result.complete),
                     time=now,
                 )
@@ -135,27 +161,60 @@ class Collector:
                     float(rate) if rate is not None and _number(rate, 0, _LARGEST) else None,
                     float(part) if part is not None and _number(part, 0, 1) else None,
                 )
-                if result.complete and _number(member.weight, 0, self._most_samples()):
-                    self._store.see_work(
-                        WorkRow(
-                            result.epoch, peer_id, self._owner(peer_id)[0], round(member.weight)
-                        ),
-                        averaged=True,
-                    )
+            for name, weight in self._agreed(result, reporter):
+                peer_id = shown(name, _ID_CHARS)
+                row = WorkRow(result.epoch, peer_id, self._owner(peer_id)[0], round(weight))
+                self._store.see_work(row, averaged=True)
+
+    def _near(self, epoch: Any) -> bool:
+        """Whether a round of `epoch` can be: of what is shown still, and not of what is to come."""
+        if not _whole(epoch):
+            return False
+        here = self.epoch
+        if here is None:
+            return self._facts.epochs is None or epoch < self._facts.epochs
+        return bool(here - KEPT_EPOCHS <= epoch <= here + 1)
+
+    def _agreed(self, result: RoundResult, reporter: str) -> tuple[tuple[str, float], ...]:
+        """The weights of a whole round, once more than half of its members told the same: of each
+        member that another one than itself has vouched for."""
+        weights = tuple((member.peer_id, float(member.weight)) for member in result.members)
+        if not result.complete or not all(
+            _number(weight, 0, self._most_samples()) for _, weight in weights
+        ):
+            return ()
+        told = self._told.setdefault((result.epoch, result.group_id), {})
+        told.setdefault(reporter, weights)
+        while len(self._told) > _PENDING_GROUPS:
+            del self._told[next(iter(self._told))]
+        voters = {name for name, one in told.items() if one == weights}
+        if len(voters) * 2 <= len(weights):
+            return ()
+        return tuple((peer, weight) for peer, weight in weights if voters - {peer})
 
     def ring(self, key: str, text: str | None, level: str = "warning") -> None:
         """Let an alarm ring that comes from elsewhere (a checkpoint that failed); None: no more."""
         if text is None:
             self._extra.pop(key, None)
         else:
-            self._extra[key] = Alarm(key, level, text)
+            self._extra[key] = Alarm(key, level, shown(text, _ALARM_COLUMNS))
 
     def finish(self, now: float | None = None) -> None:
-        """The run is over: settle all epochs; that peers leave is no alarm any more."""
+        """The run is over: end and settle all epochs; that peers leave is no alarm any more.
+
+        Peers may be gone before most of them were heard at the last epoch. May be called again.
+        """
         now = time.time() if now is None else now
+        here, planned = self.epoch, self._facts.epochs
         with self._store.changing():
-            self._store.set_fact("finished", now)
+            if self._store.fact("finished") is None:
+                self._store.set_fact("finished", now)
+            if planned is not None and here is not None and 0 < planned - here <= _SETTLED_AFTER:
+                self._end(here, planned, now)
+                self._store.set_fact("epoch", planned)
+                self._store.set_fact("epoch_started", now)
             self._settle(_LARGEST, now)
+            self._set_leaders()
             self._store.set_alarms([], now)
 
     def _plausible(self, one: Announcement) -> bool:
@@ -167,7 +226,7 @@ class Collector:
             and _whole(one.epoch)
             and _whole(one.samples)
             and one.samples <= self._most_samples()
-            and _number(one.rate, 0, _LARGEST)
+            and _number(one.rate, 0, _MOST_RATE)
             and _number(one.time, 0, _LARGEST)
             and _whole(one.rss_bytes)
             and (one.loss is None or isinstance(one.loss, int | float))
@@ -184,7 +243,7 @@ class Collector:
 
     def _peer(self, one: Announcement, now: float) -> PeerRow:
         peer_id = shown(one.peer.peer_id, _ID_CHARS)
-        loss = float(one.loss) if one.loss is not None and math.isfinite(one.loss) else None
+        loss = _loss(one)
         before = self._store.rows("SELECT said FROM peers WHERE peer_id = ?", peer_id)
         fresh = not before or before[0]["said"] != one.time
         row = PeerRow(
@@ -266,9 +325,8 @@ class Collector:
         for one in said:
             if one.samples and epoch - 1 <= one.epoch <= epoch + 1:
                 peer_id = shown(one.peer.peer_id, _ID_CHARS)
-                loss = one.loss if one.loss is not None and math.isfinite(one.loss) else None
                 owner = self._owner(peer_id)[0]
-                row = WorkRow(one.epoch, peer_id, owner, one.samples, loss)
+                row = WorkRow(one.epoch, peer_id, owner, one.samples, _loss(one))
                 self._store.see_work(row, averaged=False)
 
     def _settle(self, epoch: int, now: float) -> None:
@@ -286,8 +344,11 @@ class Collector:
             credited = True
         if credited:
             self._store.colour()
-            if self._leaders is not None:
-                self._store.set_leaders([_plain(leader) for leader in self._leaders()])
+            self._set_leaders()
+
+    def _set_leaders(self) -> None:
+        if self._leaders is not None:
+            self._store.set_leaders([_plain(leader) for leader in self._leaders()])
 
     def _label(self, owner: str) -> tuple[str, bool]:
         kind, _, name = owner.partition(" ")
@@ -308,10 +369,9 @@ class Collector:
             "SELECT max(fraction) AS fraction FROM rounds WHERE epoch = ? GROUP BY reporter", epoch
         )
         groups = self._store.rows(
-            "SELECT max(seconds) AS seconds, min(complete) AS complete FROM rounds "
-            "WHERE epoch = ? GROUP BY group_id",
-            epoch,
+            "SELECT min(complete) AS complete FROM rounds WHERE epoch = ? GROUP BY group_id", epoch
         )
+        seconds = self._store.rows("SELECT group_id, seconds FROM rounds WHERE epoch = ?", epoch)
         loss = sum(row["loss"] * row["samples"] for row in told) / weight if told else None
         self._store.write_epoch(
             {
@@ -323,7 +383,7 @@ class Collector:
                 "peers": len(work),
                 "owners": json.dumps(dict(owners)),
                 "fraction": min((row["fraction"] for row in best), default=None),
-                "round_s": max((row["seconds"] for row in groups), default=None),
+                "round_s": max(_medians(seconds), default=None),
                 "failed_rounds": sum(not row["complete"] for row in groups),
             }
         )
@@ -356,8 +416,24 @@ class Collector:
             no_number=sorted(no_number),
             clock_s={_named(peer): peer["clock_s"] for peer in active},
             other_weights=_minority(active, epoch),
-            finished=planned is not None and epoch is not None and epoch >= planned,
+            matchmaking_s=self._facts.matchmaking_s,
+            delayed=self._facts.mode == "delayed",
+            finished=self._store.fact("finished") is not None
+            or (planned is not None and epoch is not None and epoch >= planned),
         )
+
+
+def _loss(one: Announcement) -> float | None:
+    """The loss where it is a number that can be: sums of larger ones would be infinite."""
+    return float(one.loss) if _number(one.loss, -_MOST_LOSS, _MOST_LOSS) else None  # type: ignore[arg-type]
+
+
+def _medians(rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Seconds of each round: the median of its members' words, since one may lie."""
+    by_group: dict[str, list[float]] = {}
+    for row in rows:
+        by_group.setdefault(row["group_id"], []).append(row["seconds"])
+    return [statistics.median_low(found) for found in by_group.values()]
 
 
 def shown(text: str, most: int) -> str:

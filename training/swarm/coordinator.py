@@ -1,25 +1,28 @@
 """The coordinator of a swarm: the way in, the page, the checkpoints. It trains nothing.
 
 It watches announcements and receipts (`collector`, `ledger`), serves the page, gives tokens to
-allowed users, and every `checkpoint.every` epochs downloads the weights that most peers announce
-and writes them. When it is started again it has its run, its authority and its newest checkpoint;
-peers that find nobody with newer weights begin with that. The folder of a run:
+allowed users (`upkeep`), and every `checkpoint.every` epochs downloads the weights that most peers
+announce and writes them (`keeper`). When it is started again it has its run, its authority, its
+newest checkpoint, its port, and the addresses of peers, whom it calls; peers that find nobody with
+newer weights begin with its. The folder of a run:
 
     DIR/run.json        the signed run file
     DIR/authority/      keys and allowlist (`training.swarm.authority`)
     DIR/identity.key    its peer id, by which peers know the coordinator
     DIR/metrics.sqlite, ledger.sqlite   what the page shows
     DIR/audit.jsonl     who was given a token
+    DIR/addresses.json  peers it has met
     DIR/checkpoints/    `training.swarm.checkpointer`; DIR/model/ the newest in transformers' form
 """
 
 from __future__ import annotations
 
 import contextlib
+import socket
+import sqlite3
 import threading
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,11 +35,21 @@ from training.objectives import Objective
 from training.prepare import Prepared, prepare
 from training.stopping import StopRequest
 from training.strategy import placed
-from training.swarm import join_routes, revocation, rounds_told, run_file, token_service
+from training.swarm import (
+    bootstrap,
+    join_routes,
+    reaching,
+    rounds_told,
+    run_file,
+    token_service,
+    upkeep,
+)
 from training.swarm.authority import Authority
 from training.swarm.checkpointer import Checkpointer, Plan
 from training.swarm.collector import Collector, Watch
 from training.swarm.dashboard import Dashboard
+from training.swarm.guard import OpenGuard
+from training.swarm.keeper import Keeper, Kept
 from training.swarm.keys import Untrusted
 from training.swarm.leaving import Leave, interrupted
 from training.swarm.ledger import FILE as LEDGER_FILE
@@ -44,23 +57,28 @@ from training.swarm.ledger import Ledger
 from training.swarm.membership import Membership, Say, membership
 from training.swarm.metrics_store import FILE as METRICS_FILE
 from training.swarm.metrics_store import MetricsStore, RunFacts
-from training.swarm.peer import averaged, listening, name_of, transport_settings
+from training.swarm.peer import (
+    averaged,
+    listening,
+    name_of,
+    samples_of_epoch,
+    transport_settings,
+)
 from training.swarm.recipe import SwarmRecipe
 from training.swarm.run_file import RunFile
-from training.swarm.state import NoState
+from training.swarm.supervisor import EXIT_AGAIN
+from training.swarm.token_client import check_url
 from training.swarm.token_service import ServiceSettings
 from training.swarm.tokens import dht_key as tokens_key
-from training.swarm.transport import SwarmTransport, start_dht
-from training.swarm.types import Announcement, PeerInfo, State
+from training.swarm.transport import Gone, SwarmTransport, start_dht
+from training.swarm.types import Announcement, PeerInfo
+from training.swarm.upkeep import Upkeep
 
 AUTHORITY_FOLDER = "authority"
 AUDIT_FILE = "audit.jsonl"
-OWN_USER = "coordinator"
-_OWN_TOKEN_S = 24 * 3600
-_RENEW_S = 12 * 3600
-_PUBLISH_S = 60.0
-_DOWNLOAD_S = 60.0
 _GOODBYE_S = 20.0
+_MEET_S = 30.0
+_ANYWHERE = ("0.0.0.0", "::", "")
 
 
 @dataclass(frozen=True)
@@ -93,14 +111,39 @@ def coordinate(recipe: SwarmRecipe, doors: Doors, *, say: Say = lambda _: None) 
     Use in the main thread. Raises UserError, Fault.
     """
     folder = Path(recipe.output.directory)
+    check_doors(recipe, doors)
     with StopRequest() as stop, placed(recipe.run), run_folder.held(str(folder)):
         prepared = prepare(recipe)
         authority = authority_of(folder, recipe.name)
-        with contextlib.ExitStack() as stack, interrupted(stop):
-            return _Coordinator(
-                recipe=recipe, prepared=prepared, authority=authority, doors=doors, stop=stop,
-                say=say, stack=stack,
-            ).work()  # fmt: skip
+        try:
+            with contextlib.ExitStack() as stack, interrupted(stop):
+                return _Coordinator(
+                    recipe=recipe, prepared=prepared, authority=authority, doors=doors, stop=stop,
+                    say=say, stack=stack,
+                ).work()  # fmt: skip
+        except Leave:  # before it had begun
+            return {
+                "status": "stopped", "run": recipe.name, "epoch": 0,
+                "epochs": recipe.schedule.steps, "state_hash": "", "model": None,
+                "directory": str(folder),
+            }  # fmt: skip
+
+
+def check_doors(recipe: SwarmRecipe, doors: Doors) -> None:
+    """Raises UserError when no peer could reach the service by what the run file would say."""
+    settings = recipe.coordinator
+    if settings.url:
+        check_url(settings.url)
+    elif doors.behind_proxy:
+        raise UserError(
+            "coordinator.url = '' with --behind-proxy: give the address that the proxy answers to, "
+            "--set coordinator.url=https://swarm.example.org"
+        )
+    elif settings.host in _ANYWHERE:
+        raise UserError(
+            f"coordinator.url = '' and coordinator.host = '{settings.host}', which is no address "
+            "to call: --set coordinator.url=https://swarm.example.org:8470"
+        )
 
 
 class _Coordinator:
@@ -126,51 +169,92 @@ class _Coordinator:
             ),
             network=network, tokenizer=recipe.model.tokenizer, identity=prepared.identity,
         )  # fmt: skip
-        self.kept: tuple[State, str] | None = None
         resumed = self.checkpointer.resume()
         if resumed is not None:
-            self.kept = resumed.state, resumed.state_hash
             say(f"going on after epoch {resumed.state.epoch:,}")
 
         # The network first: its processes must not inherit the threads of what follows.
-        dht = start_dht(
-            role="auxiliary",
-            host_addresses=[listening(recipe.peer.host, recipe.peer.port)],
-            announce_addresses=list(recipe.peer.announce),
-            identity_path=self.member.identity.path,
-            **self.member.dht_options(),
-        )
+        self.known = bootstrap.Known(self.folder / bootstrap.FILE)
+        self.met_at, self.met = time.monotonic(), set[str]()
+        dht = self._start_dht()
         own = recipe.model_copy(update={"peer": recipe.peer.model_copy(update={"role": "node"})})
         try:
             terms = len(Objective(network).terms)
+            self.guard = self.member.guard(dht) or OpenGuard()
             self.transport = SwarmTransport(
                 dht, transport_settings(own, self.folder), averaged(network, recipe, terms),
-                self.member.guard(dht),
+                self.guard,
             )  # fmt: skip
         except BaseException:
             dht.shutdown()
             raise
         stack.callback(self.transport.leave)
-        self.dht, self.published = dht, -float("inf")
-        if self.kept is not None:
-            self.transport.share_state(self.kept[0])
+        self.dht = dht
+        self.keeper = Keeper(
+            self.checkpointer, self.transport, last=recipe.schedule.steps,
+            length=recipe.examples.sequence_length, active_s=recipe.coordinator.gone_s,
+            timeout_s=recipe.collaboration.download_timeout_s,
+            kept=None if resumed is None else Kept(resumed.state, resumed.state_hash),
+        )  # fmt: skip
 
         self.store = stack.enter_context(MetricsStore(self.folder / METRICS_FILE))
         self.ledger = stack.enter_context(Ledger(self.folder / LEDGER_FILE))
         self.collector = Collector(
             self.store,
             RunFacts(
-                recipe.name, target_batch=_target(recipe), epochs=recipe.schedule.steps,
+                recipe.name, target_batch=samples_of_epoch(recipe), epochs=recipe.schedule.steps,
                 mode=recipe.collaboration.mode, recipe_digest=recipe.digest(),
                 parameters=sum(one.numel() for one in network.parameters()),
+                matchmaking_s=recipe.swarm.matchmaking_s,
             ),
             user_of=self._user_of,
             leaders=lambda: self.ledger.leaders(recipe.name),
             watch=Watch(active_s=recipe.coordinator.gone_s, poll_s=recipe.coordinator.poll_s),
         )  # fmt: skip
-        self.users: dict[str, str] = {}
-        self.run_file = self._serve(doors, prepared, stack)
-        self._show_page(stack)
+        self.users, self.not_stored = dict[str, str](), ""
+        self.announce([])  # before the service answers: who joins by it hears this peer
+        self.upkeep = self._serve(doors, prepared, stack)
+        self._show_page(doors, stack)
+
+    def _start_dht(self) -> Any:
+        """The DHT, by way of peers that were met before; at the port of the last time."""
+        recipe = self.recipe
+        host, port = recipe.peer.host, recipe.peer.port or self._last_port()
+        found = [one.address for one in bootstrap.try_all(self.known.addresses()) if not one.why]
+        ways_in = bootstrap.candidates([], found, own_id=self.member.identity.peer_id)
+
+        def started(by: Sequence[str]) -> Any:
+            return start_dht(
+                by,
+                role="auxiliary",
+                host_addresses=[listening(host, port)],
+                announce_addresses=list(recipe.peer.announce),
+                identity_path=self.member.identity.path,
+                **self.member.dht_options(),
+            )
+
+        try:
+            return started(ways_in)
+        except UserError:
+            if not ways_in:
+                raise
+            self.say("the peers of the last time do not answer as such: starting without them")
+            return started([])
+
+    def _last_port(self) -> int:
+        """The port of the run file, where it is this coordinator's and free; else 0."""
+        try:
+            made = run_file.parse((self.folder / run_file.FILE).read_bytes(), run_file.FILE)
+            address = bootstrap.check_address(made.addresses[0])
+            if address.peer_id != self.member.identity.peer_id:
+                return 0
+            family = socket.AF_INET6 if ":" in self.recipe.peer.host else socket.AF_INET
+            with socket.socket(family) as tried:
+                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                tried.bind((self.recipe.peer.host, address.port))
+        except (OSError, UserError, Untrusted, IndexError):
+            return 0
+        return address.port
 
     # The doors
 
@@ -180,20 +264,12 @@ class _Coordinator:
             authorised=self.recipe.swarm.authorisation,
         )  # fmt: skip
         if member.trust is not None:
-            if OWN_USER not in self.authority.state.users:
-                self.authority.allow_add(OWN_USER)  # nobody needs that credential
             member.trust.offer(self.authority.revocations())
-            self._renew(member)
+            upkeep.renew(self.authority, member)
         return member
 
-    def _renew(self, member: Membership) -> None:
-        """This coordinator's own token, which it gives itself."""
-        peer = member.identity.peer_id
-        member.token.write(self.authority.issue(OWN_USER, peer, life_s=_OWN_TOKEN_S))
-        self.renewed = time.monotonic()
-
-    def _serve(self, doors: Doors, prepared: Prepared, stack: contextlib.ExitStack) -> RunFile:
-        """Give tokens, the run file and the tokenizer from now on; the run file."""
+    def _serve(self, doors: Doors, prepared: Prepared, stack: contextlib.ExitStack) -> Upkeep:
+        """Give tokens, the run file and the tokenizer from now on; what keeps them up to date."""
         recipe, path = self.recipe, self.folder / run_file.FILE
         server, listener = token_service.listen(
             self.authority,
@@ -210,9 +286,14 @@ class _Coordinator:
         scheme = "https" if doors.certificate else "http"
         shown = f"[{host}]" if ":" in host else host
         service = recipe.coordinator.url or f"{scheme}://{shown}:{port}"
-        made = run_file.make(
-            self.authority, recipe, prepared.identity, addresses=self._addresses(), service=service
-        )
+        addresses = self._addresses()
+
+        def make() -> RunFile:
+            return run_file.make(
+                self.authority, recipe, prepared.identity, addresses=addresses, service=service
+            )
+
+        made = make()
         made.write(path)
         thread = threading.Thread(
             target=server.run, kwargs={"sockets": [listener]}, name="service", daemon=True
@@ -226,7 +307,7 @@ class _Coordinator:
         stack.callback(end)
         self.say(f"run file: {path}; join: gristmill swarm join {service} --user NAME ...")
         self.say(f"authority: {made.authority[0]}")
-        return made
+        return Upkeep(self.authority, self.member, make=make, path=path)
 
     def _addresses(self) -> list[str]:
         """Where peers enter: what was announced, else all but this machine's own loopback."""
@@ -234,12 +315,12 @@ class _Coordinator:
         outside = [one for one in found if "/127.0.0.1/" not in one and "/::1/" not in one]
         return outside or found
 
-    def _show_page(self, stack: contextlib.ExitStack) -> None:
+    def _show_page(self, doors: Doors, stack: contextlib.ExitStack) -> None:
         settings = self.recipe.coordinator
         page = stack.enter_context(
             Dashboard(
                 self.folder / METRICS_FILE, host=settings.page_host, port=settings.page_port,
-                active_s=settings.gone_s,
+                active_s=settings.gone_s, any_host=doors.behind_proxy,
             )
         )  # fmt: skip
         self.say(f"page: {page.url}")
@@ -249,85 +330,79 @@ class _Coordinator:
     def work(self) -> dict[str, Any]:
         """Look, write, until the end."""
         steps, poll_s = self.recipe.schedule.steps, self.recipe.coordinator.poll_s
-        with contextlib.suppress(Leave):
+        try:
             return self._watch(steps, poll_s)
-        return self._summary("stopped")
+        except Leave:
+            return self._summary("stopped")
+        except Gone as error:
+            self.say(f"{error}")
+            return self._summary("lost") | {"exit_code": EXIT_AGAIN}
 
     def _watch(self, steps: int, poll_s: float) -> dict[str, Any]:
         finished_at: float | None = None
         while not self.stop.requested:
             now = time.time()
-            said = self._look(now)
-            self._keep_open()
-            trainers = [one for one in said if one.peer.role != "auxiliary"]
-            self._announce(trainers)
-            done = self.kept is not None and self.kept[0].epoch >= steps
-            if done and finished_at is None:
+            trainers = self._look(now)
+            self.upkeep.look(self.dht)
+            self.announce(trainers)
+            self._meet(trainers)
+            if self.keeper.done and finished_at is None:
                 finished_at = time.monotonic()
-                self.collector.finish(now)
                 self.say(f"finished: epoch {steps:,}")
-            if finished_at is not None and (
-                not trainers or time.monotonic() - finished_at > _GOODBYE_S
-            ):
-                return self._summary("finished")
+            if finished_at is not None:
+                with self._storing():
+                    self.collector.finish(now)
+                if not trainers or time.monotonic() - finished_at > _GOODBYE_S:
+                    return self._summary("finished")
             time.sleep(poll_s)
         return self._summary("stopped")
 
     def _look(self, now: float) -> list[Announcement]:
-        """Take in what the peers say; a checkpoint where one is due."""
+        """Take in what the peers say; a checkpoint where one is due. Gives the trainers."""
         own = self.member.identity.peer_id
         said = [one for one in self.transport.announcements() if one.peer.peer_id != own]
         self._learn_users()
-        epoch = max((one.epoch for one in said), default=0)
+        with self._storing():
+            self._count(said, now)
+        row = self.keeper.look(said, now)
+        if row is not None:
+            self.say(f"checkpoint of epoch {row.epoch:,}: {row.votes} of {row.active} peers agree")
+            with self._storing():
+                self.store.add_checkpoint(row)
+        self.collector.ring("checkpoint", self.keeper.trouble)
+        self.collector.ring("upkeep", self.upkeep.trouble)
+        return [one for one in said if one.peer.role != "auxiliary"]
+
+    def _count(self, said: Sequence[Announcement], now: float) -> None:
+        """Who was there and what each gave. An epoch is what most say, not what one says."""
+        epoch = self.collector.epoch or 0
         for one in said:
             self.ledger.see(self.recipe.name, one.peer.peer_id, one.rate, now)
-        for told in rounds_told.heard(self._records(rounds_told.dht_key(self.recipe.name))):
+        records = self._records(rounds_told.dht_key(self.recipe.name))
+        for told in rounds_told.heard(records, allowed=self.guard.allowed):
             with contextlib.suppress(Untrusted):
                 if self.ledger.add(told.receipt.text, run=self.recipe.name, epoch=epoch, now=now):
                     self.collector.round(told.result(), told.receipt.signer, now=now)
         for alarm in self.collector.look(said, now):
             self.say(f"alarm: {alarm.text}")
-        self._hold(said, now)
-        row = self.checkpointer.look(said, now)
-        if row is not None:
-            self.store.add_checkpoint(row)
-            self.say(f"checkpoint of epoch {row.epoch:,}: {row.votes} of {row.active} peers agree")
-        self.collector.ring("checkpoint", self.checkpointer.trouble)
-        return said
 
-    def _hold(self, said: Sequence[Announcement], now: float) -> None:
-        """Download the weights of an epoch whose checkpoint is due, while peers have them."""
-        votes = Counter(
-            (one.epoch, one.state_hash)
-            for one in said
-            if one.state_hash and one.peer.role != "auxiliary"
-        )
-        for (epoch, state_hash), _ in votes.most_common():
-            last = epoch >= self.recipe.schedule.steps
-            newer = self.kept is None or epoch > self.kept[0].epoch
-            if not newer or not (self.checkpointer.due(epoch) or last):
-                continue
-            try:
-                state = self.transport.download_state(
-                    expected_hash=state_hash, timeout_s=_DOWNLOAD_S
-                )
-            except NoState as error:
-                self.collector.ring("download", f"No copy of epoch {epoch}: {error}")
-                continue
-            self.collector.ring("download", None)
-            samples = int(state.metadata.get("samples", 0))
-            positions = samples * self.recipe.examples.sequence_length
-            counters = {"examples": samples, "tokens": positions}
-            self.checkpointer.hold(state, state_hash, counters=counters, now=now)
-            self.kept = state, state_hash
-            self.transport.share_state(state)
-            return
+    @contextlib.contextmanager
+    def _storing(self) -> Iterator[None]:
+        """A full disk costs the page its figures, not the run its coordinator."""
+        try:
+            yield
+            self.not_stored = ""
+        except sqlite3.Error as error:
+            if str(error) != self.not_stored:
+                self.not_stored = str(error)
+                self.say(f"warning: figures of the page are not written: {error}")
 
-    def _announce(self, trainers: Sequence[Announcement]) -> None:
-        """Offer the kept weights, while no peer is past them."""
+    def announce(self, trainers: Sequence[Announcement]) -> None:
+        """Offer the kept weights, while most peers are not past them."""
+        kept = self.keeper.kept
         epoch, state_hash = 0, ""
-        if self.kept is not None and all(one.epoch <= self.kept[0].epoch for one in trainers):
-            epoch, state_hash = self.kept[0].epoch, self.kept[1]
+        if kept is not None and (not trainers or (self.collector.epoch or 0) <= kept.state.epoch):
+            epoch, state_hash = kept.state.epoch, kept.state_hash
         peer_id = self.member.identity.peer_id
         self.transport.announce(
             Announcement(
@@ -336,20 +411,22 @@ class _Coordinator:
             )
         )  # fmt: skip
 
-    def _keep_open(self) -> None:
-        """This coordinator's own token and the revocations, for peers that do not reach the
-        service."""
-        trust = self.member.trust
-        if trust is None or time.monotonic() - self.published < _PUBLISH_S:
+    def _meet(self, trainers: Sequence[Announcement]) -> None:
+        """Remember whom one has met; when alone, call those of before now and then."""
+        there = {one.peer.peer_id for one in trainers}
+        if time.monotonic() - self.met_at < _MEET_S and there <= self.met:
             return
-        from training.swarm import guard  # noqa: PLC0415
-
-        self.published = time.monotonic()
-        if time.monotonic() - self.renewed > _RENEW_S:
-            self._renew(self.member)
-        trust.offer(self.authority.revocations())
-        guard.publish(self.dht, trust, self.member.token, self.member.identity.peer_id)
-        revocation.publish(self.dht, trust)
+        self.met_at, self.met = time.monotonic(), there
+        if trainers:
+            with contextlib.suppress(OSError):
+                self.known.add(reaching.connected(self.dht))
+            return
+        known = bootstrap.candidates(
+            [], self.known.addresses(), own_id=self.member.identity.peer_id
+        )  # fmt: skip
+        good = [one.address for one in bootstrap.try_all(known) if not one.why]
+        if good:
+            reaching.call(self.dht, good)
 
     def _records(self, key: str) -> dict[str, Any]:
         try:
@@ -368,7 +445,7 @@ class _Coordinator:
             return
         for peer_id, text in self._records(tokens_key(self.recipe.name)).items():
             with contextlib.suppress(Untrusted):
-                user = trust.written_by(str(text), peer_id).user
+                user = trust.check(str(text), peer_id).user
                 if self.users.get(peer_id) != user:
                     self.users[peer_id] = user
                     self.ledger.know(peer_id, user)
@@ -377,22 +454,14 @@ class _Coordinator:
         return self.users.get(peer_id)
 
     def _summary(self, status: str) -> dict[str, Any]:
-        epoch, state_hash = (self.kept[0].epoch, self.kept[1]) if self.kept else (0, "")
+        kept = self.keeper.kept
         model = self.folder / run_folder.MODEL_FOLDER
         return {
             "status": status,
             "run": self.recipe.name,
-            "epoch": epoch,
+            "epoch": self.keeper.epoch,
             "epochs": self.recipe.schedule.steps,
-            "state_hash": state_hash,
+            "state_hash": "" if kept is None else kept.state_hash,
             "model": str(model) if model.exists() else None,
             "directory": str(self.folder),
         }
-
-
-def _target(recipe: SwarmRecipe) -> int:
-    """Samples of an epoch; under DiLoCo those of one peer's local steps."""
-    settings = recipe.settings()
-    if settings.mode == "diloco":
-        return int(settings.diloco.local_batch or 0) * settings.diloco.local_steps
-    return settings.target_batch

@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import math
 import socket
 import sqlite3
 import sys
@@ -92,8 +93,9 @@ class Feed:
         while not self.closed:
             try:
                 found = await asyncio.to_thread(self._read)
-            except (sqlite3.Error, OSError) as error:
-                # The page shows by itself for how long nothing new has come.
+            except (sqlite3.Error, OSError, ValueError, KeyError, TypeError) as error:
+                # A row that cannot be shown must not end the page for good; and the page shows by
+                # itself for how long nothing new has come.
                 if not complained:
                     print(f"warning: the run's metrics cannot be read: {error}", file=sys.stderr)
                 complained = True
@@ -388,4 +390,16 @@ def _event(name: str, version: int, text: bytes) -> bytes:
 
 
 def _json(value: Any) -> bytes:
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+    """What is no number in JSON becomes null: one such value must not take the page from all."""
+    try:
+        return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+    except ValueError:
+        return json.dumps(_finite(value), allow_nan=False, separators=(",", ":")).encode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    return [_finite(one) for one in value] if isinstance(value, list | tuple) else value

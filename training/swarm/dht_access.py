@@ -10,13 +10,11 @@ other end. Without it `PeerAuthorizer` refuses everything.
 
 from __future__ import annotations
 
-import asyncio
 import functools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import hivemind.dht.protocol
-from hivemind.p2p import PeerID
 from hivemind.proto import auth_pb2
 from hivemind.utils.auth import AuthorizerBase, AuthRole, AuthRPCWrapper
 from hivemind.utils.logging import get_logger
@@ -110,21 +108,3 @@ def _called(
 def bind() -> None:
     """Put `PeerBoundWrapper` in the place of hivemind's, in this process and its forks."""
     hivemind.dht.protocol.AuthRPCWrapper = PeerBoundWrapper
-
-
-def rejoin(dht: Any, addresses: Sequence[str]) -> int:
-    """Call the peers of `addresses` again; how many answered.
-
-    hivemind forgets a peer that refused it or did not answer, and never asks it again: of two
-    peers, one whose token had lapsed for a moment would stay alone. `addresses` are those the DHT
-    was started with.
-    """
-    peer_ids = [address.rpartition("/p2p/")[2] for address in addresses]
-    return int(dht.run_coroutine(functools.partial(_call_again, peer_ids=peer_ids)))
-
-
-async def _call_again(_dht: Any, node: Any, peer_ids: Sequence[str]) -> int:
-    node.blacklist.clear()
-    peers = [PeerID.from_base58(peer_id) for peer_id in peer_ids]
-    found = await asyncio.gather(*(node.protocol.call_ping(peer) for peer in peers))
-    return sum(node_id is not None for node_id in found)

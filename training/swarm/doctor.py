@@ -34,6 +34,7 @@ _SPEED_BYTES = 4 << 20
 _PIECE = bytes(1 << 16)
 _TIMEOUT_S = 15.0
 _SAMPLES = 5
+_TOO_MANY = 429
 _SHARED_COPIES = 4
 """Of weights, moments and gradients in shared memory: 20 M parameters took 4 times 4 bytes."""
 
@@ -211,6 +212,8 @@ def port(host: str, number: int, service: str, role: str, ca_file: Path | None =
                     told = answer.json()
             except (requests.RequestException, ValueError) as error:
                 return _no_answer("reachable", service, error)
+    if not isinstance(told, dict):
+        return _no_answer("reachable", service, TypeError())
     return _reached(told, greeting, taken, fixed=bool(number))
 
 
@@ -241,7 +244,7 @@ def bandwidth(
             session.get(f"{service}/time", timeout=_TIMEOUT_S).raise_for_status()  # connect
             down = _timed(lambda: _downloaded(session, service, size_bytes)) / 1e6
             up = _timed(lambda: _uploaded(session, service, size_bytes)) / 1e6
-    except (requests.RequestException, ValueError) as error:
+    except (requests.RequestException, ValueError, KeyError, TypeError) as error:
         return _no_answer("bandwidth", service, error)
     text = (
         f"{up:,.0f} Mbit/s up, {down:,.0f} Mbit/s down to the coordinator; declared are "
@@ -321,8 +324,24 @@ def _no_service(name: str) -> Check:
 
 
 def _no_answer(name: str, service: str, error: Exception) -> Check:
+    answer = getattr(error, "response", None)
+    if answer is not None and answer.status_code == _TOO_MANY:
+        return Check(name, "skipped", f"'{service}' has no room now: {_said(answer)}",
+                     "run the doctor again in a minute")  # fmt: skip
+    if answer is not None:
+        return Check(name, "failed", f"'{service}' refuses (HTTP {answer.status_code}): "
+                     f"{_said(answer)}", "ask the run's authority")  # fmt: skip
     return Check(name, "failed", f"'{service}' does not answer: {type(error).__name__}",
                  "check the network, and that the coordinator runs")  # fmt: skip
+
+
+def _said(answer: requests.Response) -> str:
+    """Why a service refused, in its own words, as far as they are a line."""
+    try:
+        text = str(answer.json()["error"])
+    except (ValueError, KeyError, TypeError):
+        text = answer.reason or "no reason given"
+    return text.splitlines()[0][:200] if text.strip() else "no reason given"
 
 
 def _mb(size: int) -> str:

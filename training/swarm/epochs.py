@@ -10,8 +10,8 @@ The rules that keep peers alike:
   its own members reach the target: what a dead peer had gathered is gathered again.
 - A round is taken whole or not at all. What follows from it (`judge`, `too_long`) is decided from
   what all members of the round have in common.
-- The weights are those that most peers of the newest epoch have (`elsewhere`). Who has others
-  downloads them; nobody moves on with weights of his own.
+- A peer with other weights than most peers of the newest epoch downloads theirs
+  (`training.swarm.whereabouts`); nobody moves on with weights of his own.
 
 The one thing that is not in common is whether a round was complete, since a connection may break
 at one end only. Then some take the step and the others retry; the fewer of them download.
@@ -26,10 +26,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from training.swarm.types import ROLES, Announcement, Member, RoundResult
+from training.swarm.types import ROLES, Member, RoundResult
+from training.swarm.whereabouts import winner
 
-_VOTES = 2
-"""So many peers must agree on weights that another one shall download; one where there is one."""
+_MOST_LABELS = 64.0
+"""A member's labels per sample may be so many times the median of a round's members."""
 _KNOWN_NORMS = 8
 KEPT_NORMS = 32
 """Norms of the last steps: so many are needed before one is too long; so many are kept."""
@@ -46,139 +47,6 @@ class Stage(StrEnum):
     APPLY = "apply"
     PUBLISH = "publish"
     CATCH_UP = "catch up"
-
-
-@dataclass(frozen=True)
-class View:
-    """What a peer sees of the swarm: its own state and the newest reports of the others.
-
-    `state_hash`: "" while the weights of `epoch` are not known yet (delayed mode).
-    """
-
-    own: Announcement
-    others: tuple[Announcement, ...]
-
-    @property
-    def here(self) -> list[Announcement]:
-        """Peers with gradients that work on this peer's epoch."""
-        everyone = (self.own, *self.others)
-        return [
-            one for one in everyone
-            if one.epoch == self.own.epoch and one.peer.role != "auxiliary"
-        ]  # fmt: skip
-
-    @property
-    def samples(self) -> int:
-        """Reported in this epoch, all peers together."""
-        return sum(one.samples for one in self.here)
-
-    @property
-    def closed(self) -> bool:
-        """Whether a peer averages this epoch already, beside the next one (delayed mode)."""
-        return any(
-            one.epoch == self.own.epoch + 1 and not one.state_hash and one.peer.role != "auxiliary"
-            for one in self.others
-        )  # fmt: skip
-
-    @property
-    def contributors(self) -> int:
-        """Peers with gradients that are in this epoch or beyond: whoever lags cannot take another
-        step from here."""
-        everyone = (self.own, *self.others)
-        return sum(one.peer.role != "auxiliary" and one.epoch >= self.own.epoch for one in everyone)
-
-    @property
-    def left_behind(self) -> bool:
-        """Whether the others are two epochs ahead, be it with weights that are not known yet.
-
-        In delayed mode a hash is seen only between two rounds; until then a round of this epoch
-        finds nobody.
-        """
-        ahead = sum(one.epoch > self.own.epoch + 1 for one in self.trainers)
-        return ahead >= self.votes
-
-    @property
-    def trainers(self) -> list[Announcement]:
-        """The others that have gradients."""
-        return [one for one in self.others if one.peer.role != "auxiliary"]
-
-    @property
-    def votes(self) -> int:
-        """Peers that must agree on weights, or on being ahead, before this one believes it."""
-        return max(1, min(_VOTES, len(self.trainers)))
-
-    @property
-    def newest(self) -> int:
-        """The epoch that most of the newest trainers work on, for a peer without weights.
-
-        One that announces no hash averages the epoch before the one it gathers for.
-        """
-        at = sorted((one.epoch - (not one.state_hash) for one in self.trainers), reverse=True)
-        return at[self.votes - 1] if at else self.own.epoch
-
-    @property
-    def alone(self) -> bool:
-        """Whether no other peer has gradients."""
-        return not self.trainers
-
-    @property
-    def shared(self) -> bool:
-        """Whether another peer announces the weights that this one has."""
-        own = self.own
-        return any((one.epoch, one.state_hash) == (own.epoch, own.state_hash)
-                   for one in self.others)  # fmt: skip
-
-
-def view(own: Announcement, announcements: Sequence[Announcement]) -> View:
-    """`own` is this peer's state now, in place of what it announced before."""
-    others = [one for one in announcements if one.peer.peer_id != own.peer.peer_id]
-    return View(own, tuple(sorted(others, key=lambda one: one.peer.peer_id)))
-
-
-@dataclass(frozen=True)
-class Elsewhere:
-    """Weights that this peer must download, and who announces them."""
-
-    epoch: int
-    state_hash: str
-    donors: tuple[str, ...]
-
-
-def elsewhere(seen: View) -> Elsewhere | None:
-    """The weights that a peer must have instead of its own; None where its own are right.
-
-    Newer ones count when two peers announce them, or one where only one has gradients. In one's
-    own epoch most peers with gradients are right, oneself among them; in a tie the smallest hash.
-    """
-    told = [one for one in seen.others if one.state_hash]
-    needed = seen.votes
-    newer = Counter(
-        (one.epoch, one.state_hash) for one in told if one.epoch > seen.own.epoch
-    )  # fmt: skip
-    found = [(epoch, votes, name) for (epoch, name), votes in newer.items() if votes >= needed]
-    if found:
-        epoch = max(found)[0]
-        state_hash = _winner({name: votes for e, votes, name in found if e == epoch})
-        return Elsewhere(epoch, state_hash, _donors(told, epoch, state_hash))
-    if not seen.own.state_hash:
-        return None
-    here = [
-        one for one in told if one.epoch == seen.own.epoch and one.peer.role != "auxiliary"
-    ]  # fmt: skip
-    state_hash = _winner(Counter([seen.own.state_hash, *(one.state_hash for one in here)]))
-    if state_hash == seen.own.state_hash:
-        return None
-    return Elsewhere(seen.own.epoch, state_hash, _donors(here, seen.own.epoch, state_hash))
-
-
-def _winner(votes: dict[str, int]) -> str:
-    return min(votes, key=lambda name: (-votes[name], name))
-
-
-def _donors(told: Sequence[Announcement], epoch: int, state_hash: str) -> tuple[str, ...]:
-    return tuple(
-        one.peer.peer_id for one in told if (one.epoch, one.state_hash) == (epoch, state_hash)
-    )
 
 
 @dataclass(frozen=True)
@@ -246,14 +114,16 @@ def judge(result: RoundResult, own: str, *, needed: float, attempts: int, terms:
     """Whether the average of a round may be applied.
 
     terms: of the loss. needed: samples that members with the weights of the majority must have
-    brought. Peers that are not more than half of those with gradients must not go on without the
-    others, so that no two groups take different steps; the last of `attempts` lets them.
+    brought. Gradients of other weights are in no average that is applied: the majority tries again
+    while whoever sent them downloads; the last of `attempts` takes what there is. Peers that are
+    not more than half of those with gradients must not go on without the others, so that no two
+    groups take different steps; the last attempt lets them.
     """
     members, fault = _members(result, terms)
     if fault:
         return Verdict(False, fault)
     trainers = [member for member in members if member.role != "auxiliary"]
-    right = _winner(Counter(member.state_hash for member in trainers))
+    right = winner(Counter(member.state_hash for member in trainers))
     alike = [member for member in trainers if member.state_hash == right]
     if own not in {member.peer_id for member in alike}:
         return Verdict(False, "this peer's weights are not those of the others", useless=True)
@@ -263,6 +133,9 @@ def judge(result: RoundResult, own: str, *, needed: float, attempts: int, terms:
     contributing = len(alike)
     active = statistics.median_low([member.active for member in alike])
     last = max(member.attempt for member in alike) >= attempts
+    foreign = sorted(one.peer_id for one in trainers if one.weight and one not in alike)
+    if foreign and not last:
+        return Verdict(False, f"peer '{foreign[0]}' has other weights")
     if 2 * contributing <= active and not last:
         return Verdict(False, f"only {contributing} of {active} peers in the round")
     return Verdict(True, f"{counted:g} samples of {contributing} of {active} peers")
@@ -282,14 +155,29 @@ def _members(result: RoundResult, terms: int) -> tuple[list[Brought], str]:
         return [], "peers of different epochs in one round"
     if all(member.role == "auxiliary" for member in members):
         return [], "nobody with gradients in the round"
+    odd = _odd_labels(members, terms)
+    if odd:
+        return [], f"peer '{odd}' tells of labels that its samples can not have"
     return members, ""
 
 
+def _odd_labels(members: Sequence[Brought], terms: int) -> str:
+    """A member whose labels per sample are far from everybody's, by which all divide; or ""."""
+    sent = [member for member in members if member.samples]
+    for term in range(terms):
+        means = {member.peer_id: member.labels[term] / member.samples for member in sent}
+        middle = statistics.median_low(means.values()) if means else 0.0
+        for name, mean in sorted(means.items()):
+            if mean > _MOST_LABELS * middle > 0:
+                return name
+    return ""
+
+
 def too_long(norm: float, recent: Sequence[float], ratio: float) -> bool:
-    """Whether a gradient of this norm is not to be taken: not finite, or far out of the usual.
+    """Whether a gradient of this norm is not to be taken: not finite, none, or far too long.
 
     recent: norms of the steps taken last, equal at every peer; few of them allow any length.
     """
-    if not math.isfinite(norm):
+    if not math.isfinite(norm) or norm == 0:
         return True
     return len(recent) >= _KNOWN_NORMS and norm > ratio * statistics.median(recent)

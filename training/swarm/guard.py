@@ -1,15 +1,18 @@
-"""Who may average with us and download from us: asked by peer id, answered from memory.
+"""Who may average with us, download from us and be believed: by peer id, from memory.
 
 hivemind's averager has no authorisation: it lets in whoever knows an address. So the transport
-asks a guard, in every RPC and for every member of a group, about the peer id that the connection
-has proved. `TokenGuard` knows the tokens that peers publish in the DHT; it reads them on a thread
-of its own, in each process that asks. For an unknown peer it looks again, and the question waits up
-to three seconds for that; of many such questions at once only a few wait, so that strangers cannot
-hold up the averager.
+asks a guard, in every RPC, for every member of a group and for every announcement that it reads,
+about the peer id that the connection or the record has proved. `TokenGuard` knows the tokens that
+peers publish in the DHT; it reads them on a thread of its own, in each process that asks.
+
+`allowed` answers at once and wakes that thread for a peer that is unknown. Who can wait awaits
+`admit`: a newcomer is let in as soon as its token is seen. Nothing here ever blocks an event loop,
+and of many strangers at once only a few are waited for.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -33,7 +36,7 @@ Fetch = Callable[[], Mapping[str, str]]
 
 
 class Guard(Protocol):
-    """Decides about peers. It may take a few seconds: the transport asks on a thread pool."""
+    """Decides about peers, at once: event loops ask, and readers of many records."""
 
     def allowed(self, peer_id: str) -> bool:
         """Whether the peer of this libp2p id (base58) takes part now."""
@@ -46,6 +49,14 @@ class OpenGuard:
     def allowed(self, peer_id: str) -> bool:
         """Always."""
         return True
+
+
+def _in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 class TokenGuard:
@@ -75,31 +86,49 @@ class TokenGuard:
     def _begin(self) -> None:
         self._texts: dict[str, str] = {}
         self._wanted = threading.Event()
-        self._waiters = threading.Semaphore(_MOST_WAITERS)
+        self._looked = threading.Event()
+        self._waited = False
+        self._waiters = 0
         self._rounds = 0
         self._ended = False
         self.failure = ""
         """Why the last look-up failed; empty when it did not."""
 
     def allowed(self, peer_id: str) -> bool:
-        """Whether `peer_id` takes part now, after one more look-up of an unknown one."""
+        """Whether `peer_id` takes part now, by what is known; an unknown one is looked up.
+
+        Only the first question in a process waits, for the first look-up, at most `wait_s`, and not
+        in an event loop: who reads the announcements once, at its start, must see who is there.
+        """
         if not self.why_not(peer_id):
             return True
-        waiters = self._waiters
-        if not waiters.acquire(blocking=False):
-            return False
-        try:
-            return self._appears(peer_id)
-        finally:
-            waiters.release()
+        if not self._waited and not _in_event_loop():
+            self._waited = True
+            self._looked.wait(self._wait_s)
+            if not self.why_not(peer_id):
+                return True
+        self._wanted.set()
+        return False
 
-    def _appears(self, peer_id: str) -> bool:
+    async def admit(self, peer_id: str) -> bool:
+        """As `allowed`, after one more look-up of an unknown one. In one event loop a process."""
+        if self.allowed(peer_id):
+            return True
+        if self._waiters >= _MOST_WAITERS:
+            return False
+        self._waiters += 1
+        try:
+            return await self._appears(peer_id)
+        finally:
+            self._waiters -= 1
+
+    async def _appears(self, peer_id: str) -> bool:
         deadline = time.monotonic() + self._wait_s
         # The look-up under way may have begun before the peer published: the next one counts.
         last = self._rounds + 2
         while self._rounds < last and time.monotonic() < deadline:
             self._wanted.set()
-            time.sleep(_LOOK_S)
+            await asyncio.sleep(_LOOK_S)
             if not self.why_not(peer_id):
                 return True
         return False
@@ -129,6 +158,7 @@ class TokenGuard:
             self.failure = ""
             self._take(found)
         self._rounds += 1
+        self._looked.set()
 
     def _take(self, found: Mapping[str, str]) -> None:
         """Keep what is new and holds; a token that no longer holds makes room."""

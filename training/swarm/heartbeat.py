@@ -7,6 +7,7 @@ its last announcement is told again, with the time of now, until it is older tha
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -58,7 +59,9 @@ class Heartbeat:
 
     def _run(self) -> None:
         while not self._ended.wait(self._every_s / 4):
-            self.beat()
+            # Where the transport is broken for good the trainer meets the fault itself.
+            with contextlib.suppress(Exception):
+                self.beat()
 
     @property
     def peer_id(self) -> str:

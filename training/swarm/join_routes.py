@@ -27,6 +27,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from training.swarm.service_limits import Buckets, Refused, body, caller
+from training.swarm.token_client import is_loopback
 
 SPEED_BYTES = 8 << 20
 GREETING_BYTES = 64
@@ -34,6 +35,7 @@ _SPEED_AT_ONCE = 2
 _SPEED_S = 60.0
 _REACH_S = 5.0
 _REACH_AT_ONCE = 8
+_FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
 _PIECE = bytes(1 << 16)
 _LOWEST_PORT = 1024
 _NO_STORE = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
@@ -58,7 +60,7 @@ def routes(
     async def give(request: Request) -> Response:
         calls.take(caller(request))
         text = request.query_params.get("bytes", "")
-        if not text.isascii() or not text.isdecimal() or not 0 < int(text[:9]) <= SPEED_BYTES:
+        if not text.isascii() or not text.isdecimal() or not _is_size(text):
             raise Refused(400, f"'bytes' is 1 to {SPEED_BYTES}")
         if speeds.locked():
             raise Refused(429, "others are measuring: wait 5 s", wait_s=5.0)
@@ -92,6 +94,9 @@ def routes(
         if not isinstance(port, int) or not _LOWEST_PORT <= port < 65536:
             raise Refused(400, f"'port' is {_LOWEST_PORT} to 65535")
         host = request.client.host if request.client else ""
+        if is_loopback(host) and any(name in request.headers for name in _FORWARDED):
+            # A proxy that the service was not told of: the caller is not on this machine.
+            raise Refused(403, "a proxy stands before this service: start it with --behind-proxy")
         async with reaches:
             return JSONResponse(await reached(host, port), headers=_NO_STORE)
 
@@ -102,6 +107,10 @@ def routes(
         Route("/speed", _answered(take), methods=["POST"]),
         Route("/reach", _answered(reach), methods=["POST"]),
     ]
+
+
+def _is_size(text: str) -> bool:
+    return len(text) <= len(str(SPEED_BYTES)) and 0 < int(text) <= SPEED_BYTES
 
 
 def _answered(handle: Callable[[Request], Awaitable[Response]]) -> Any:

@@ -119,7 +119,7 @@ def _public_bytes(public: str) -> bytes:
     if not public.startswith(_PUBLIC_PREFIX) or len(data) != _PUBLIC_BYTES:
         raise UserError(
             f"'{public}' is no public key of an authority: it is '{_PUBLIC_PREFIX}' and 43 "
-            "letters, as `gristmill swarm init` prints it"
+            "letters, as `gristmill swarm start` prints it"
         )
     return data
 

@@ -22,29 +22,39 @@ class Leave(BaseException):
     """A signal came a second ago."""
 
 
+class _Alarm:
+    """Whether a signal may still interrupt what the main thread does."""
+
+    armed = False
+
+
 @contextlib.contextmanager
 def interrupted(stop: StopRequest) -> Iterator[None]:
     """Raise Leave in the main thread a second after `stop` was requested, unless `disarm` was
     called: whoever cleans up does that first. Use inside the block of `stop`."""
     before = {number: signal.getsignal(number) for number in _SIGNALS}
 
+    def soon() -> None:
+        if _Alarm.armed:
+            _Alarm.armed = False
+            signal.setitimer(signal.ITIMER_REAL, _SOON_S)
+
     def caught(number: int, frame: FrameType | None) -> None:
         handler = before[signal.Signals(number)]
         if callable(handler):
             handler(number, frame)
-        if stop.requested and not left:
-            signal.setitimer(signal.ITIMER_REAL, _SOON_S)
-            left.append(True)
+        if stop.requested:
+            soon()
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise Leave
 
-    left: list[bool] = []
     alarm = signal.signal(signal.SIGALRM, leave)
     for number in _SIGNALS:
         signal.signal(number, caught)
+    _Alarm.armed = True
     if stop.requested:
-        signal.setitimer(signal.ITIMER_REAL, _SOON_S)
+        soon()
     try:
         yield
     finally:
@@ -55,5 +65,6 @@ def interrupted(stop: StopRequest) -> Iterator[None]:
 
 
 def disarm() -> None:
-    """From now on nothing is interrupted."""
+    """From now on nothing is interrupted, by a signal that came or by one that is to come."""
+    _Alarm.armed = False
     signal.setitimer(signal.ITIMER_REAL, 0.0)

@@ -4,9 +4,10 @@ Everything that is put in may come twice, late and in any order: the figures are
 of an epoch are tallied anew whenever one more comes, so that a contribution stands once a majority
 of its group has reported it (`training.swarm.receipts`).
 
-A contributor is credited, hour by hour of the coordinator's clock, with what majorities reported,
-but with no more than SLACK times the samples that its announced speed allows in the minutes in
-which it was seen. A cap of each epoch by itself would punish receipts that come a second late.
+A contributor is credited with what majorities reported, but with no more than SLACK times the
+samples that its announced speed allows in the minutes in which it was seen, the whole run together:
+an epoch may last for hours, and its receipts come at its end. Presence alone earns nothing, and
+work that was never announced earns nothing.
 
 Receipts are kept for `kept_epochs`, what they added up to for ever. One process writes, any number
 read (WAL).
@@ -34,7 +35,8 @@ from training.swarm.receipts import Receipt
 FILE = "ledger.sqlite"
 VERSION = 1
 SLACK = 1.5
-"""How much faster than it announced a peer may have been, over an hour."""
+"""How much faster than it announced a peer may have been."""
+_KEPT_MINUTES = 120
 LATE_EPOCHS = 16
 """How far the epoch of a receipt may lie from the run's, behind or ahead."""
 _GROUPS = 8  # of one signer in one epoch: one for each try
@@ -81,11 +83,16 @@ END;
 """
 
 _BOARD = """
-SELECT coalesce('user ' || user, 'peer ' || hours.peer) AS owner,
-    coalesce(user, hours.peer) AS label,
+WITH sums AS (
+    SELECT peer, sum(samples) AS samples, sum(possible) AS possible, sum(rounds) AS rounds,
+        sum(minutes) AS minutes
+    FROM hours WHERE run = ? GROUP BY peer
+)
+SELECT coalesce('user ' || user, 'peer ' || sums.peer) AS owner,
+    coalesce(user, sums.peer) AS label,
     sum(min(samples, ? * possible)) AS samples, sum(samples) AS reported, sum(rounds) AS rounds,
-    sum(minutes) / 60.0 AS hours, count(DISTINCT hours.peer) AS peers
-FROM hours LEFT JOIN users ON users.peer = hours.peer WHERE run = ? GROUP BY owner
+    sum(minutes) / 60.0 AS hours, count(*) AS peers
+FROM sums LEFT JOIN users ON users.peer = sums.peer GROUP BY owner
 HAVING sum(rounds) > 0 ORDER BY samples DESC, rounds DESC, owner
 """
 
@@ -180,6 +187,11 @@ class Ledger:
                 "ON CONFLICT DO UPDATE SET rate = excluded.rate WHERE excluded.rate > seen.rate",
                 (run, peer_id, int(now // 60), rate),
             )
+            # What they add up to is in `hours` already.
+            self._db.execute(
+                "DELETE FROM seen WHERE run = ? AND peer = ? AND minute < ?",
+                (run, peer_id, int(now // 60) - _KEPT_MINUTES),
+            )
 
     def know(self, peer_id: str, user: str) -> None:
         """A checked token says that `peer_id` is `user`'s; all its work is credited to the user."""
@@ -189,7 +201,7 @@ class Ledger:
     def standings(self, run: str) -> list[Standing]:
         """The leaderboard: the most samples first."""
         with self._lock:
-            return [Standing(**row) for row in self._db.execute(_BOARD, (SLACK, run))]
+            return [Standing(**row) for row in self._db.execute(_BOARD, (run, SLACK))]
 
     def leaders(self, run: str) -> list[Leader]:
         """The leaderboard as the dashboard shows it."""
@@ -219,7 +231,7 @@ class Ledger:
         board = {
             "run": run,
             "epochs": counted,
-            "cap": {"slack": SLACK, "of": "announced samples/s x minutes present, by the hour"},
+            "cap": {"slack": SLACK, "of": "announced samples/s x minutes present"},
             "contributors": [asdict(one) for one in self.standings(run)],
         }
         files.write_atomic(path, json.dumps(board, indent=2, ensure_ascii=False) + "\n")

@@ -5,11 +5,13 @@ Without authorisation only the identity is left, and everybody who knows an addr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from models.errors import UserError
 from training.swarm import guard, identity, revocation
 from training.swarm.identity import Identity
 from training.swarm.keys import Untrusted
@@ -20,6 +22,8 @@ from training.swarm.tokens import TokenFile
 IDENTITY_FILE = "identity.key"
 TOKEN_FILE = "token"
 TRUST_FILE = "trust.json"
+_SHOW_S = 60.0
+_TOLD_AFTER = 2
 
 Say = Callable[[str], None]
 
@@ -48,10 +52,16 @@ class Membership:
         try:
             self.trust.check(self.token.text(), peer_id)
             return
-        except Untrusted:
-            if self.account is not None:
-                self.token.write(fetch_token(self.account, self.identity, self.trust))
+        except Untrusted as error:
+            why = str(error)
+        if self.account is not None:
+            self.token.write(fetch_token(self.account, self.identity, self.trust))
+            return
         self.token.check(run=self.run, peer=peer_id, trusted=self.trust.current_keys())
+        raise UserError(
+            f"the token of the peer '{peer_id}' lets nobody in: {why}: ask the run's authority for "
+            "another, and give it with --token FILE"
+        )
 
     def dht_options(self) -> dict[str, Any]:
         """What hivemind's DHT is started with."""
@@ -71,38 +81,68 @@ class Membership:
             return None
         return guard.TokenGuard(self.trust, guard.dht_fetch(dht, self.run), self.token)
 
-    def keep(self, dht: Any, say: Say) -> TokenKeeper | None:
+    def keep(
+        self, dht: Any, say: Say, *, call: Callable[[], None] = lambda: None
+    ) -> TokenKeeper | None:
         """Show the token to the others, now and after each renewal, and poll revocations.
 
-        Start it after the peer's processes: it has threads. Raises UserError.
+        call: calls other peers again, which have forgotten this one while its token was void: the
+        DHT would keep the new token here alone. Start it after the peer's processes: it has
+        threads. Raises UserError.
         """
         if self.trust is None:
             return None
+
+        def renewed(_: object) -> None:
+            self.show(dht, say)
+
+        def regained(token: object) -> None:
+            call()
+            renewed(token)
+
         keeper = TokenKeeper(
             self.trust, self.token, self.identity, self.account,
-            sources=[revocation.dht_source(dht, self.run)],
-            on_renewed=lambda _: self.show(dht, say),
+            sources=[revocation.dht_source(dht, self.run), self.showing(dht, say)],
+            on_renewed=renewed, on_regained=regained, say=say,
         )  # fmt: skip
         keeper.start()
         self.show(dht, say)
         return keeper
 
-    def show(self, dht: Any, say: Say) -> None:
-        """Put the token into the DHT."""
+    def show(self, dht: Any, say: Say) -> bool:
+        """Put the token into the DHT; whether it is stored there."""
         if self.trust is None:
-            return
+            return True
         try:
-            guard.publish(dht, self.trust, self.token, self.identity.peer_id)
+            return guard.publish(dht, self.trust, self.token, self.identity.peer_id)
         except Untrusted as error:
             say(f"warning: this peer's token is void: {error}")
+            return False
 
-    def rejoin(self, dht: Any, addresses: Sequence[str], say: Say) -> None:
-        """Ask the peers of `addresses` again, which hivemind does not where one did not answer;
-        and show them the token, which nobody else may have kept."""
-        from training.swarm import dht_access  # noqa: PLC0415  # imports hivemind
+    def showing(
+        self, dht: Any, say: Say, *, clock: Callable[[], float] = time.monotonic
+    ) -> revocation.Source:
+        """What the keeper's poller asks for a list, and which has none: once a minute it shows the
+        token again, since the DHT keeps a record no longer than the peers that hold it."""
+        shown_at, failed, told_void = clock(), 0, False
 
-        dht_access.rejoin(dht, addresses)
-        self.show(dht, say)
+        def void(text: str) -> None:
+            nonlocal told_void
+            if not told_void:
+                say(text)
+            told_void = True
+
+        def source() -> None:
+            nonlocal shown_at, failed, told_void
+            if clock() - shown_at < _SHOW_S:
+                return
+            shown_at = clock()
+            stored = self.show(dht, void)
+            told_void, failed = told_void and not stored, 0 if stored else failed + 1
+            if failed == _TOLD_AFTER and not told_void:
+                say("warning: this peer's token is not stored in the network: others refuse it")
+
+        return source
 
 
 def membership(

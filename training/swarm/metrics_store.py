@@ -22,6 +22,7 @@ from models.errors import UserError
 FILE = "metrics.sqlite"
 VERSION = 1
 KEPT_EPOCHS = 1000
+KEPT_PEERS = 10_000
 COLOURS = 8
 """Contributors that have a colour of their own; the others share grey."""
 
@@ -70,7 +71,8 @@ CREATE TABLE IF NOT EXISTS checkpoints (
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What does not change in a run. epochs: planned; None for no end."""
+    """What does not change in a run. epochs: planned; None for no end. matchmaking_s: window of a
+    round; None where nobody knows."""
 
     name: str
     target_batch: int
@@ -78,6 +80,7 @@ class RunFacts:
     mode: str = "sync"
     recipe_digest: str = ""
     parameters: int | None = None
+    matchmaking_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -255,6 +258,14 @@ class MetricsStore:
             + ", ".join(f"{name} = :{name}" for name in names),
             values,
         )
+
+    def forget_peers(self) -> None:
+        """Keep the `KEPT_PEERS` that were heard last: names may come without end."""
+        self._write(
+            "DELETE FROM peers WHERE peer_id IN (SELECT peer_id FROM peers "
+            "ORDER BY last_seen DESC, peer_id LIMIT -1 OFFSET ?)",
+            KEPT_PEERS,
+        )  # fmt: skip
 
     def see_link(self, peer_id: str, bytes_s: float | None, part: float | None) -> None:
         """A peer's link as a round measured it, and its part of the averaging."""

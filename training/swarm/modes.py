@@ -18,10 +18,11 @@ from models.errors import Fault, UserError
 from training.checkpoint_tensors import plain_tensors
 from training.objectives import Losses
 from training.swarm import portable
-from training.swarm.epochs import Brought, View
+from training.swarm.epochs import Brought
 from training.swarm.gradients import Gathered, Gradients
 from training.swarm.settings import Collaboration
 from training.swarm.types import State
+from training.swarm.whereabouts import View
 
 _NETWORK, _OPTIMISER, _OUTER = "network.", "optimiser.", "outer."
 
@@ -206,7 +207,8 @@ class LocalSteps:
 
     A peer that is slower than the others comes with the steps it has when they have waited long
     enough, and weighs as much as the samples in them. The moments of the inner optimiser are the
-    peer's own and not part of the state: a joiner's begin at zero.
+    peer's own and not part of the state: those of a joiner, or of a run that goes on from a
+    checkpoint, begin at zero.
     """
 
     def __init__(

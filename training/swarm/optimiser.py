@@ -8,7 +8,8 @@
 
 `step` looks after everything else: it reports, finds out whether the epoch has ended, averages
 with the others, takes the step that follows, and downloads the others' weights where this peer has
-fallen behind. The rules are in `training.swarm.epochs`, what is averaged in `training.swarm.modes`.
+fallen behind. The rules are in `training.swarm.epochs` and `training.swarm.whereabouts`, what is
+averaged in `training.swarm.modes`.
 An auxiliary peer runs the same loop; it never wants samples and takes no step, but its `epoch` goes
 with that of the others.
 
@@ -28,14 +29,15 @@ from torch import Tensor, nn
 
 from models.errors import Fault, UserError
 from training.objectives import Losses
-from training.swarm import epochs, modes, portable
-from training.swarm.epochs import Elsewhere, Stage, Verdict, View
+from training.swarm import epochs, modes, portable, whereabouts
+from training.swarm.epochs import Stage, Verdict
 from training.swarm.gradients import Gathered
 from training.swarm.modes import Batch
 from training.swarm.rounds import Averaged, Clock, Job, in_a_thread, rss_bytes
 from training.swarm.settings import Collaboration
 from training.swarm.state import NoState, state_hash
 from training.swarm.types import Announcement, Member, PeerInfo, RoundResult, State, Transport
+from training.swarm.whereabouts import Elsewhere, View
 
 _RATE_MEMORY = 0.9
 """What is left of a peer's older speed after each microbatch."""
@@ -106,6 +108,8 @@ class CollaborativeOptimiser:
         self._assisted = (-1, 0.0)
         """The epoch of the last round that an auxiliary was in, and when that ended."""
         self._announced_at = self._looked_at = -float("inf")
+        self._stranded_since: float | None = None
+        self._refusals = 0
         self._announcements: list[Announcement] = []
         self._speed = (0.0, 0.0)
         self._busy_since = clock.monotonic()
@@ -163,18 +167,16 @@ class CollaborativeOptimiser:
         self._publish()
         while True:
             seen = self._look(now=True)
-            there = epochs.elsewhere(seen)
+            there, behind = self._where(seen)
             if there is not None:
                 self._catch_up(there)
-            elif not seen.left_behind and (
-                self.epoch or seen.contributors >= self.settings.min_peers
-            ):
+            elif not behind and (self.epoch or seen.contributors >= self.settings.min_peers):
                 return
             if self._clock.monotonic() >= until:
                 raise UserError(
                     f"no good copy of the swarm's weights in {self.settings.start_wait_s:g} s: "
                     "see `gristmill swarm doctor`"
-                    if there is not None or seen.left_behind
+                    if behind
                     else f"min_peers = '{self.settings.min_peers}', but after "
                     f"{self.settings.start_wait_s:g} s {seen.contributors} are here: start more "
                     "peers, or set a lower number"
@@ -182,6 +184,14 @@ class CollaborativeOptimiser:
             self._announce()
             if there is None:
                 self._clock.sleep(self.settings.look_s)
+
+    def linger(self) -> None:
+        """A turn after the last step: still heard, still with the weights of the others, but in no
+        round, whatever was gathered beside the last one."""
+        self._announce()
+        there, _ = self._where(self._look())
+        if there is not None:
+            self._catch_up(there)
 
     def leave(self) -> None:
         """Tell the others and stop the transport."""
@@ -222,8 +232,7 @@ class CollaborativeOptimiser:
             self._assist()
             return None
         seen = self._look()
-        there = epochs.elsewhere(seen)
-        behind = there is not None or seen.left_behind
+        there, behind = self._where(seen)
         if self._pending is not None:
             if self._pending.job.done() or self._over(seen) or behind:
                 return self._settle(self._pending)
@@ -231,8 +240,8 @@ class CollaborativeOptimiser:
             self._catch_up(there)
             return None
         elif self._over(seen) and not behind:
-            if self._delayed is None:
-                return self._rounds()
+            if self._delayed is None or self._stranded:
+                return self._rounds()  # in delayed mode too: others see and fetch its weights
             self._begin()
         if behind or not self.wants_samples:
             self._clock.sleep(self.settings.look_s)
@@ -245,7 +254,7 @@ class CollaborativeOptimiser:
         the others the time to announce the next epoch.
         """
         self.epoch = self._look().newest
-        seen = epochs.view(self._own(), self._announcements)
+        seen = whereabouts.view(self._own(), self._announcements)
         epoch, at = self._assisted
         waits_s = self.settings.announce_s + self.settings.look_s
         again = epoch != self.epoch or self._clock.monotonic() - at > waits_s
@@ -278,7 +287,29 @@ class CollaborativeOptimiser:
         if now or self._clock.monotonic() - self._looked_at >= self.settings.look_s:
             self._announcements = self.transport.announcements()
             self._looked_at = self._clock.monotonic()
-        return epochs.view(self._own(), self._announcements)
+        seen = whereabouts.view(self._own(), self._announcements)
+        if not seen.stranded:
+            self._stranded_since = None
+        elif self._stranded_since is None:
+            self._stranded_since = self._clock.monotonic()
+        return seen
+
+    @property
+    def _stranded(self) -> bool:
+        """Whether nobody had this peer's weights for longer than a round takes."""
+        since = self._stranded_since
+        return since is not None and (
+            self._clock.monotonic() - since >= self.settings.round_timeout_s
+        )
+
+    def _where(self, seen: View) -> tuple[Elsewhere | None, bool]:
+        """The weights to download; whether others are ahead, so that no round of this epoch may
+        be begun, be their weights known or not."""
+        there = whereabouts.elsewhere(seen)
+        if there is None and self._stranded:
+            there = whereabouts.refuge(seen)
+        behind = there is not None or seen.left_behind or (self._stranded and bool(seen.ahead))
+        return there, behind
 
     # Match, reduce
 
@@ -316,11 +347,10 @@ class CollaborativeOptimiser:
                 self._mode.clear()
                 return None
             seen = self._look(now=True)
-            there = epochs.elsewhere(seen)
+            there, behind = self._where(seen)
             if there is not None:
                 self._catch_up(there)
-                return None
-            if verdict.short or seen.left_behind or not self._over(seen):
+            if behind or verdict.short or not self._over(seen):
                 return None
         return None
 
@@ -372,12 +402,12 @@ class CollaborativeOptimiser:
             self._publish()
             return applied
         seen = self._look(now=True)
-        there = epochs.elsewhere(seen)
-        if verdict.useless or there is not None or seen.left_behind:
+        there, behind = self._where(seen)
+        if verdict.useless or behind:
             self._mode.clear()
             if there is not None:
                 self._catch_up(there)
-        elif not verdict.short and pending.attempt < self.settings.attempts:
+        elif not (verdict.short or self._stranded) and pending.attempt < self.settings.attempts:
             attempt = pending.attempt + 1
             job = self._submit(self._prepared(pending.sealed, attempt))
             self._pending = _Pending(pending.sealed, attempt, job)
@@ -391,7 +421,13 @@ class CollaborativeOptimiser:
     def _check(self, averaged: Averaged) -> tuple[RoundResult | None, Verdict]:
         """Whether the round is taken. A peer that is alone is a round of its own."""
         result = self._result(averaged)
+        self._refusals = self._refusals + 1 if averaged.refused else 0
         if averaged.refused:
+            if self._refusals >= self.settings.attempts:
+                raise Fault(
+                    f"this peer's gradients can not be sent, {self._refusals} times in a row: "
+                    f"{averaged.refused}"
+                )
             verdict = Verdict(False, averaged.refused, useless=True)
         elif result is None:
             verdict = Verdict(False, "no group was found")
@@ -413,13 +449,15 @@ class CollaborativeOptimiser:
 
         It may when nobody else has gradients, and in the last attempt when others have its
         weights: then they hear, or follow. With weights that nobody else has it waits for them, or
-        it would run away from peers that it cannot reach.
+        it would run away from peers that it cannot reach; but not for ever for peers that are
+        behind and do not go together either.
         """
         if averaged.result is not None or averaged.refused:
             return averaged.result
         seen = self._look(now=True)
         last = averaged.gathered["attempt"] >= self.settings.attempts
-        if not seen.alone and not (last and seen.shared):
+        free = self._stranded and not seen.ahead and not seen.outnumbered
+        if not seen.alone and not (last and (seen.shared or free)):
             return None
         own = Member(self.peer.peer_id, float(averaged.gathered["samples"]), averaged.gathered)
         return RoundResult(self.epoch, "", (own,), 1.0, 0.0, 0, {}, True)

@@ -21,7 +21,7 @@ import platform
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from training.prepare import Prepared, prepare
 from training.schedules import learning_rate_factor
 from training.stopping import StopRequest
 from training.strategy import Placement, placed
-from training.swarm import bootstrap, leaving, run_file
+from training.swarm import bootstrap, leaving, reaching, run_file
 from training.swarm.data import PeerData
 from training.swarm.epochs import Stage
 from training.swarm.heartbeat import Heartbeat
@@ -45,11 +45,13 @@ from training.swarm.leaving import Leave, interrupted
 from training.swarm.membership import Membership, Say, membership
 from training.swarm.optimiser import Applied, CollaborativeOptimiser
 from training.swarm.recipe import SwarmRecipe
+from training.swarm.rounds import rss_bytes
 from training.swarm.rounds_told import Teller
 from training.swarm.run_file import RunFile
+from training.swarm.state import NoState
 from training.swarm.supervisor import EXIT_AGAIN
 from training.swarm.token_client import Account
-from training.swarm.transport import SwarmTransport, TransportSettings, start_dht
+from training.swarm.transport import Gone, SwarmTransport, TransportSettings, start_dht
 from training.swarm.types import Announcement, PeerInfo
 
 METRICS_FILE = "metrics.jsonl"
@@ -57,11 +59,12 @@ STATE_FOLDER = "state"
 _ENTRANCE_S = 120.0
 _MEET_S = 60.0
 _LOST_S = 120.0
-_LINGER_S = 60.0
+_HEAR_S = 20.0
+"""A joiner waits so long to hear the coordinator, which may have newer weights than all."""
 
 
 class Lost(Exception):
-    """The others are there, and this peer's network does not see them: join anew."""
+    """The others are there, and this peer does not get on with them: join anew."""
 
 
 @dataclass
@@ -185,7 +188,9 @@ class _Peer:
         )  # fmt: skip
         stack.callback(self.transport.leave)
         self.transport.start()
-        keeper = self.member.keep(self.dht, self.say)
+        keeper = self.member.keep(
+            self.dht, self.say, call=lambda: self._call(self.run.addresses)
+        )  # fmt: skip
         if keeper is not None:
             # It may be amid a request, for which nobody who leaves waits.
             stack.callback(lambda: threading.Thread(target=keeper.stop, daemon=True).start())
@@ -209,19 +214,30 @@ class _Peer:
             self.say(f"epoch {epoch:,}: {stage}: {text}")
 
     def _take_over(self) -> None:
-        """Begin with what the coordinator has kept, where no peer is there with newer weights."""
-        kept = [
-            one for one in self.transport.announcements()
-            if one.state_hash and one.peer.peer_id == self.coordinator
-        ]  # fmt: skip
-        if kept and kept[0].epoch > self.optimiser.epoch:
-            self.say(f"going on after epoch {kept[0].epoch:,}, which the coordinator has kept")
-            self.optimiser.load(
-                self.transport.download_state(
-                    expected_hash=kept[0].state_hash, donors=[self.coordinator],
-                    timeout_s=self.recipe.collaboration.download_timeout_s,
-                )
+        """Begin with what the coordinator has kept, where no peer is there with newer weights.
+
+        Raises Lost when they do not come: a start from nothing beside them would be a second run.
+        """
+        until_s = time.monotonic() + _HEAR_S
+        while True:
+            others = self._others()
+            found = [one for one in others if one.peer.peer_id == self.coordinator]
+            trained = any(one.epoch and one.peer.role != "auxiliary" for one in others)
+            if found or trained or not self.coordinator or time.monotonic() > until_s:
+                break
+            time.sleep(self.recipe.collaboration.look_s)
+        if not found or not found[0].state_hash or found[0].epoch <= self.optimiser.epoch:
+            return
+        kept = found[0]
+        self.say(f"going on after epoch {kept.epoch:,}, which the coordinator has kept")
+        try:
+            state = self.transport.download_state(
+                expected_hash=kept.state_hash, donors=[self.coordinator],
+                timeout_s=self.recipe.collaboration.download_timeout_s,
             )  # fmt: skip
+        except NoState as error:
+            raise Lost(f"the weights that the coordinator keeps do not come: {error}") from error
+        self.optimiser.load(state)
 
     # Work
 
@@ -243,7 +259,7 @@ class _Peer:
                 return self._summary("finished")
         except Leave:
             pass
-        except Lost as error:
+        except (Lost, Gone) as error:
             self.say(f"{error}")
             return self._summary("lost") | {"exit_code": EXIT_AGAIN}
         finally:
@@ -300,35 +316,58 @@ class _Peer:
         ]  # fmt: skip
 
     def _look_around(self) -> None:
-        """Once a minute: remember whom one has met; when alone, ask them again. Raises Lost."""
+        """Once a minute: remember whom one has met, call who is not heard. Raises Lost."""
+        if not self.dht.is_alive():
+            raise Lost("the DHT's process has ended")
         now = time.monotonic()
         if now - self._met_at < _MEET_S:
             return
         self._met_at = now
-        if self._others():
+        # Again and again: hivemind stores nothing anew when those who kept it go.
+        self.member.show(self.dht, self.say)
+        heard = {one.peer.peer_id for one in self._others()}
+        if heard:
             self._heard_at, self._asked_again = now, False
-            with contextlib.suppress(OSError, RuntimeError):
-                self.known.add(connected(self.dht))
+            with contextlib.suppress(OSError):
+                self.known.add(reaching.connected(self.dht))
+            if self.coordinator and self.coordinator not in heard:
+                self._call(self.run.addresses)  # it may have been started again, and know nobody
         elif now - self._heard_at > _LOST_S:
-            ways_in = bootstrap.candidates(
-                self.run.addresses, self.known.addresses(), own_id=self.peer_id
+            good = self._answering(
+                bootstrap.candidates(
+                    self.run.addresses, self.known.addresses(), own_id=self.peer_id
+                )
             )
-            good = [one for one in bootstrap.try_all(ways_in) if not one.why]
             if good and not self._asked_again:
                 self._asked_again = True
-                self.member.rejoin(self.dht, [one.address for one in good], self.say)
+                self._call(good)
             elif good:
-                raise Lost(f"nobody is heard any more, but '{good[0].address}' answers")
+                raise Lost(f"nobody is heard any more, but '{good[0]}' answers")
+
+    def _answering(self, addresses: Sequence[str]) -> list[str]:
+        return [one.address for one in bootstrap.try_all(addresses) if not one.why]
+
+    def _call(self, addresses: Sequence[str]) -> None:
+        """Call peers again that have forgotten this one, and show them its token."""
+        if reaching.call(self.dht, self._answering(addresses)):
+            self.member.show(self.dht, self.say)
 
     def _linger(self) -> None:
-        """Serve the last weights until the coordinator has them."""
-        until_s = time.monotonic() + _LINGER_S
+        """Serve the last weights until the coordinator has written them. No step is taken any
+        more, whatever was gathered beside the last round."""
+        until_s = time.monotonic() + self.recipe.collaboration.download_timeout_s
         while time.monotonic() < until_s and not self.stop.requested:
             said = [one for one in self._others() if one.peer.peer_id == self.coordinator]
             if not said or (said[0].epoch >= self.optimiser.epoch and said[0].state_hash):
                 return
-            self.optimiser.step()
-            time.sleep(self.recipe.collaboration.look_s)
+            optimiser = self.optimiser
+            self.transport.announce(
+                Announcement(
+                    optimiser.peer, optimiser.epoch, 0, 0.0, optimiser.state_hash, time.time(),
+                    None, rss_bytes(),
+                )
+            )  # fmt: skip
+            time.sleep(max(self.recipe.collaboration.look_s, self.recipe.collaboration.announce_s))
 
     def _summary(self, status: str) -> dict[str, Any]:
         progress = self.progress
@@ -363,12 +402,21 @@ def transport_settings(recipe: SwarmRecipe, folder: Path) -> TransportSettings:
         matchmaking_s=recipe.swarm.matchmaking_s,
         allreduce_timeout_s=recipe.swarm.allreduce_s,
         sender_timeout_s=recipe.swarm.sender_s,
+        weight_cap=2.0 * samples_of_epoch(recipe),
         announcement_s=max(20.0, 4 * settings.announce_s),
         folder=folder / STATE_FOLDER,
         role=peer.role,
         up_mbit=peer.up_mbit,
         down_mbit=peer.down_mbit,
     )
+
+
+def samples_of_epoch(recipe: SwarmRecipe) -> int:
+    """Samples of an epoch; under DiLoCo those of one peer's local steps."""
+    settings = recipe.settings()
+    if settings.mode == "diloco":
+        return int(settings.diloco.local_batch or 0) * settings.diloco.local_steps
+    return settings.target_batch
 
 
 def coordinator_id(run: RunFile) -> str:
@@ -399,18 +447,5 @@ def device_name(device: torch.device) -> str:
     """What this peer computes on."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-
-
-def connected(dht: Any) -> list[str]:
-    """Addresses of the peers that the DHT is connected to."""
-    found: list[str] = dht.run_coroutine(_addresses)
-    return found
-
-
-async def _addresses(_: Any, node: Any) -> list[str]:
-    return [
-        f"{address}/p2p/{info.peer_id}"
-        for info in await node.p2p.list_peers()
-        for address in info.addrs
-    ]  # fmt: skip
+    threads = torch.get_num_threads()
+    return f"{platform.machine()} CPU, {threads} thread{'s' * (threads != 1)}"

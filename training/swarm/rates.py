@@ -35,7 +35,7 @@ PROBE = 2.0
 _SETS_PACE = 0.5
 _SHORTEST_S = 0.05
 """A shorter round measures the latency and the processors, not the links."""
-_MOST_MBIT = 1e6
+_LEAST, _MOST_MBIT = 1e-3, 1e6
 _MOST_SEEN = 256
 
 
@@ -260,7 +260,7 @@ def _blended(view: Any, word: float | None) -> float | None:
 
 
 def _number(value: Any) -> float | None:
-    """A rate or a time, where `value` can be one."""
+    """A rate or a time, where `value` can be one: what `gathered` rounds to 0 is none."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if 0 < value <= _MOST_MBIT else None
+    return float(value) if _LEAST <= value <= _MOST_MBIT else None

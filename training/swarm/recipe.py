@@ -17,6 +17,7 @@ from training.recipe import Evaluation, TrainRecipe
 from training.swarm.settings import Collaboration
 
 Codec = Literal["none", "float16", "scaled-float16", "uniform8", "quantile8"]
+_NOT_READ = {"pipeline", "max_skipped_steps", "log_every", "tensorboard"}
 _STAGE: recipe_file.Stage = "swarm"
 
 
@@ -74,7 +75,7 @@ class Coordinator(Section):
     page_host: str = Field("127.0.0.1", description="address of the page, which is read-only")
     page_port: int = Field(8471, ge=0, le=65535, description="of the page; 0: any free one")
     gone_s: float = Field(30.0, gt=0, description="a peer that said nothing for so long is gone")
-    poll_s: float = Field(2.0, gt=0, le=60, description="between two looks at the peers")
+    poll_s: float = Field(2.0, gt=0, le=5, description="between two looks at the peers")
 
 
 class SwarmRecipe(TrainRecipe):
@@ -113,12 +114,29 @@ class SwarmRecipe(TrainRecipe):
         return self
 
     @model_validator(mode="after")
+    def _rounds_fit(self) -> SwarmRecipe:
+        """A search for a group must last longer than a group gathers."""
+        needed, given = 2 * self.swarm.matchmaking_s + 2, self.collaboration.round_timeout_s
+        if given < needed:
+            raise ValueError(
+                f"collaboration.round_timeout_s = '{given:g}' is too short for "
+                f"swarm.matchmaking_s = '{self.swarm.matchmaking_s:g}': give {needed:g} or more"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _read_here(self) -> SwarmRecipe:
         """What a swarm does not read is refused."""
         if self.evaluation != Evaluation():
             raise ValueError(
                 "evaluation.* means nothing in a swarm, which does not stop to evaluate: leave it "
                 "out, and run `gristmill evaluate` on the coordinator's checkpoints"
+            )
+        unread = sorted(_NOT_READ & self.run.model_fields_set)
+        if unread:
+            raise ValueError(
+                f"run.{unread[0]} means nothing in a swarm: leave it out; steps that are not taken "
+                "are collaboration.max_skipped, and every epoch is told"
             )
         if self.run.strategy not in ("auto", "single"):
             raise ValueError(
@@ -152,7 +170,7 @@ class SwarmRecipe(TrainRecipe):
         local = any("://" not in place for place in self.data.manifests)
         tree["data"]["manifests"] = [] if local else list(self.data.manifests)
         tree["model"]["tokenizer"], tree["model"]["init"] = "", None
-        for name in ("device", "compile"):
+        for name in ("device", "compile", *_NOT_READ):
             del tree["run"][name]
         del tree["collaboration"]["target_batch"]
         return tree

@@ -8,6 +8,8 @@ goes on without a sender that fails. Here a reducer
   or beyond the norm cap;
 - stops for everybody when a sender is refused or falls silent, and says who it was. Every member
   needs every reducer, so no member can take such a round for a whole one.
+Who failed is left out of the next groups. What a peer saw itself counts for more than what another
+says, and that somebody left a round that was broken already is no fault.
 All members send and receive at the same time, those without a share too.
 """
 
@@ -31,12 +33,60 @@ from training.swarm.codecs import Codec
 
 
 class SenderFault(AllreduceException):  # type: ignore[misc]
-    """The sender `peer_id` fell silent, or (`violation`) sent what no honest peer sends."""
+    """The member `peer_id` fell silent, or (`violation`) sent what no honest peer sends.
 
-    def __init__(self, peer_id: PeerID, reason: str, *, violation: bool) -> None:
+    left: it did not take part, because it does not average with somebody in the group.
+    accuser: the member whose word this is; None for what this peer saw itself.
+    """
+
+    def __init__(
+        self,
+        peer_id: PeerID,
+        reason: str,
+        *,
+        violation: bool = False,
+        left: bool = False,
+        accuser: PeerID | None = None,
+    ) -> None:
         super().__init__(f"{peer_id} {reason}")
         self.peer_id = peer_id
-        self.violation = violation
+        self.violation, self.left, self.accuser = violation, left, accuser
+
+    def to_message(self) -> averaging_pb2.AveragingData:
+        """What the other members are told."""
+        code = averaging_pb2.CANCELLED
+        if self.violation or self.left:
+            codes = averaging_pb2.PROTOCOL_VIOLATION, averaging_pb2.BAD_GROUP_ID
+            code = codes[self.left]
+        return averaging_pb2.AveragingData(code=code, peer_id=self.peer_id.to_bytes())
+
+
+class Left:
+    """Stands for the runner of a peer that goes away from an assembled group: says so to all."""
+
+    def __init__(self, peer_id: PeerID) -> None:
+        self._fault = SenderFault(peer_id, "has left", left=True)
+
+    async def rpc_aggregate_part(
+        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        """Answer a member."""
+        yield self._fault.to_message()
+
+    def finalize(self, *, cancel: bool = False) -> None:
+        """There is nothing to end."""
+
+
+def to_leave_out(faults: Sequence[SenderFault]) -> list[SenderFault]:
+    """Of two members that accuse each other one only, the same at all that heard both."""
+    accused = {(one.accuser, one.peer_id) for one in faults}
+    return [
+        one
+        for one in faults
+        if (one.peer_id, one.accuser) not in accused
+        or one.accuser is None
+        or one.peer_id.to_base58() > one.accuser.to_base58()
+    ]
 
 
 @dataclass(frozen=True)
@@ -90,11 +140,19 @@ class PartReducer:
         senders: Sequence[PeerID],
         limits: Limits,
         encode: Callable[[int, torch.Tensor], runtime_pb2.Tensor],
+        own: PeerID,
     ) -> None:
         self.num_parts = len(shapes)
+        self._own = own
         self.finished = asyncio.Event()
         self.fault: SenderFault | None = None
         self.received = dict.fromkeys(senders, 0)
+        self.waited_s = dict.fromkeys(senders, 0.0)
+        """From when a part could begin to when each sender gave it, all parts together.
+
+        A sender whose line is full of the answers to it is waited for, too.
+        """
+        self._since: float | None = None
         self._shapes, self._limits, self._encode = tuple(shapes), limits, encode
         self._order = sorted(senders, key=PeerID.to_base58)
         self._squares = dict.fromkeys(senders, 0.0)
@@ -115,6 +173,9 @@ class PartReducer:
         if self.fault is not None:
             raise self.fault
         self._check(sender, number, part, weight)
+        now = time.monotonic()
+        self._since = now if self._since is None else self._since
+        self.waited_s[sender] += now - self._since
         self.received[sender] += 1
         self._parts[sender] = part
         turn = self._turn
@@ -133,8 +194,8 @@ class PartReducer:
         reason = None
         if number != self._done or sender in self._parts:
             reason = f"sent part {number} out of turn"
-        elif part.shape != self._shapes[number]:
-            reason = f"sent a part of the shape {tuple(part.shape)}"
+        elif part.shape != self._shapes[number] or part.dtype != torch.float32:
+            reason = f"sent a part of the shape {tuple(part.shape)} and type {part.dtype}"
         elif weight != declared:
             reason = f"declared the weight {declared:g} and sent {weight:g}"
         elif not math.isfinite(self._squares[sender]) or not bool(torch.isfinite(part).all()):
@@ -150,15 +211,14 @@ class PartReducer:
         loop = asyncio.get_running_loop()
         try:
             averaged = await loop.run_in_executor(None, self._average, number, parts)
-        except Exception as error:
-            if not turn.done():
-                turn.set_exception(AllreduceException(f"part {number} was not averaged: {error}"))
-                turn.exception()
-            self.finished.set()
+        except Exception as error:  # this reducer's own failure, and none of a sender
+            reason = f"did not average part {number}: {error!r}"
+            self.fail(SenderFault(self._own, reason))
             return
         if self.fault is not None:
             return
         self._done += 1
+        self._since = time.monotonic()
         self._turn = loop.create_future()
         if self._done == self.num_parts:
             self.finished.set()
@@ -211,6 +271,7 @@ class ExactRunner(AllReduceRunner):  # type: ignore[misc]
             self.sender_peer_ids,
             limits,
             lambda number, mean: compression.compress(mean, infos[number]),
+            self.peer_id,
         )
         self.shapes = [
             [part.shape for part, _ in parts]
@@ -218,12 +279,16 @@ class ExactRunner(AllReduceRunner):  # type: ignore[misc]
         ]
         self.wire_types = limits.codec.wire_types
         self.links = {peer: LinkUse() for peer in self.ordered_peer_ids if peer != self.peer_id}
-        self.waited_s: dict[PeerID, float] = {}
-        """Seconds that this reducer was ready and waited for a sender's next part."""
         self.faults: list[SenderFault] = []
         """Members that failed: seen here, or named by a reducer that stopped."""
         self._streams: set[PeerID] = set()
         self._open = 0
+
+    @property
+    def waited_s(self) -> dict[PeerID, float]:
+        """Seconds that this reducer was ready and waited for each other sender's next part."""
+        waited = self.tensor_part_reducer.waited_s
+        return {peer: seconds for peer, seconds in waited.items() if peer != self.peer_id}
 
     @property
     def fraction(self) -> float:
@@ -253,7 +318,7 @@ class ExactRunner(AllReduceRunner):  # type: ignore[misc]
             await asyncio.sleep(0.02)
 
     async def _ban_sender(self, peer_id: PeerID) -> None:
-        self.blame(SenderFault(peer_id, "sent nothing in time", violation=False))
+        self.blame(SenderFault(peer_id, "sent nothing in time"))
 
     # This peer as a sender.
 
@@ -266,10 +331,10 @@ class ExactRunner(AllReduceRunner):  # type: ignore[misc]
                 await self._exchange(peer_id, index)
         except BaseException as error:
             self.tensor_part_container.register_failed_reducer(index)
-            if not isinstance(error, SenderFault | asyncio.CancelledError):
-                self.faults.append(
-                    SenderFault(peer_id, f"gave no average: {error!r}", violation=False)
-                )
+            # Where the round was broken already, others have left it before they were asked.
+            known = self.faults or self.tensor_part_reducer.fault
+            if not known and not isinstance(error, SenderFault | asyncio.CancelledError):
+                self.faults.append(SenderFault(peer_id, f"gave no average: {error!r}"))
             raise
 
     async def _average_own(self, index: int) -> None:
@@ -279,13 +344,17 @@ class ExactRunner(AllReduceRunner):  # type: ignore[misc]
 
     async def _exchange(self, peer_id: PeerID, index: int) -> None:
         stub = self._get_peer_stub(peer_id)
-        stream = await stub.rpc_aggregate_part(self._generate_input_for_peer(index))
+        call = stub.rpc_aggregate_part(self._generate_input_for_peer(index))
+        stream = await asyncio.wait_for(call, self.reducer_timeout)
         number = 0
 
         def decode(message: averaging_pb2.AveragingData) -> torch.Tensor:
             self._check_answer(peer_id, message)
             self.links[peer_id].count(received=message.ByteSize())
             decoded: torch.Tensor = deserialize_torch_tensor(message.tensor_part)
+            known = message.tensor_part.compression in self.wire_types
+            if not known or decoded.dtype != torch.float32:
+                raise AllreduceException("its average is in another codec or type")
             return decoded
 
         async for part in amap_in_executor(
@@ -307,10 +376,21 @@ class ExactRunner(AllReduceRunner):  # type: ignore[misc]
             return
         if message.peer_id and PeerID(message.peer_id) in self.ordered_peer_ids:
             accused = PeerID(message.peer_id)
-            violation = message.code == averaging_pb2.PROTOCOL_VIOLATION
-            fault = SenderFault(accused, f"failed, as {peer_id} says", violation=violation)
-            self.faults.append(fault)
+            left = message.code == averaging_pb2.BAD_GROUP_ID
+            # It may be a lie, so whoever is accused is left out for a short while only.
+            fault = SenderFault(
+                accused,
+                f"{'has left' if left else 'failed'}, as {peer_id} says",
+                left=left,
+                accuser=None if accused == peer_id else peer_id,
+            )
+            if all(known.peer_id != accused for known in self.faults):
+                self.faults.append(fault)
+            if left:  # nothing of it will come: all are told at once
+                self.tensor_part_reducer.fail(fault)
             raise fault
+        if message.code in (averaging_pb2.BAD_GROUP_ID, averaging_pb2.CANCELLED):
+            raise SenderFault(peer_id, "has ended the round already")
         raise AllreduceException(f"it said {averaging_pb2.MessageCode.Name(message.code)}")
 
     async def _generate_input_for_peer(
@@ -351,10 +431,9 @@ class ExactRunner(AllReduceRunner):  # type: ignore[misc]
                 yield message
         except SenderFault as fault:
             self.blame(fault)
-            code = averaging_pb2.PROTOCOL_VIOLATION if fault.violation else averaging_pb2.CANCELLED
-            yield averaging_pb2.AveragingData(code=code, peer_id=fault.peer_id.to_bytes())
+            yield fault.to_message()
         except Exception as error:
-            self.blame(SenderFault(sender, f"did not send on: {error!r}", violation=False))
+            self.blame(SenderFault(sender, f"did not send on: {error!r}"))
             yield averaging_pb2.AveragingData(
                 code=averaging_pb2.CANCELLED, peer_id=sender.to_bytes()
             )
@@ -362,7 +441,7 @@ class ExactRunner(AllReduceRunner):  # type: ignore[misc]
             self._open -= 1
             # The stream broke before its parts were here (nothing happens after a whole one).
             if self.tensor_part_reducer.received[sender] < self.tensor_part_reducer.num_parts:
-                self.blame(SenderFault(sender, "broke off", violation=False))
+                self.blame(SenderFault(sender, "broke off"))
 
     async def _answers(
         self, parts: AsyncIterator[averaging_pb2.AveragingData], sender: PeerID
@@ -376,7 +455,7 @@ class ExactRunner(AllReduceRunner):  # type: ignore[misc]
             return deserialize_torch_tensor(message.tensor_part), message.weight
 
         async for part, weight in amap_in_executor(
-            decode, self._timed(parts, sender), max_prefetch=self.tensor_part_container.prefetch
+            decode, parts, max_prefetch=self.tensor_part_container.prefetch
         ):
             averaged = await reducer.add(sender, number, part, weight)
             number += 1
@@ -384,19 +463,4 @@ class ExactRunner(AllReduceRunner):  # type: ignore[misc]
                 code=averaging_pb2.AVERAGED_PART, tensor_part=averaged.wire
             )
         if number != reducer.num_parts:
-            raise SenderFault(
-                sender, f"sent {number} of {reducer.num_parts} parts", violation=False
-            )
-
-    async def _timed(
-        self, parts: AsyncIterator[averaging_pb2.AveragingData], sender: PeerID
-    ) -> AsyncIterator[averaging_pb2.AveragingData]:
-        iterator = parts.__aiter__()
-        while True:
-            started = time.monotonic()
-            try:
-                message = await iterator.__anext__()
-            except StopAsyncIteration:
-                return
-            self.waited_s[sender] = self.waited_s.get(sender, 0.0) + time.monotonic() - started
-            yield message
+            raise SenderFault(sender, f"sent {number} of {reducer.num_parts} parts")

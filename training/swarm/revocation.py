@@ -3,8 +3,9 @@
 The authority publishes one sealed list: which keys sign now, which did once, whose tokens are
 void. A peer polls it (`Poller`) every 20 s from the token service or the DHT and keeps the newest
 in a file, and every process of the peer reads that file when it changes: a revoked peer is refused
-within a minute. A list is signed by every key in force, so that a peer which knows any of them
-learns the others: so keys are rotated while the run goes on.
+within a minute. A list is signed by every key in force, and by retired ones whose private half is
+still there, so that a peer which knows any of them learns the others: so keys are rotated while
+the run goes on, and a peer that was away meanwhile comes back.
 
 What it cannot do: a key that was stolen can sign a list too. Who has seen the list that retires it
 no longer believes it; a peer that starts with an old run file still does, so give out a new one.
@@ -29,8 +30,12 @@ from training.swarm.tokens import Token
 
 KIND = "revocation list"
 POLL_S = 20.0
-DHT_LIFE_S = 600
-"""How long a list stands in the DHT: its record expires so long after the list was signed."""
+DHT_LIFE_S = 24 * 3600
+"""How long a list stands in the DHT: its record expires so long after the list was signed.
+
+Newer lists expire later, so none hides behind an older one; and while the coordinator is away,
+whoever joins learns what was revoked for longer than a usual token lasts.
+"""
 _LOOK_S = 0.5
 
 Source = Callable[[], str | bytes | None]
@@ -207,6 +212,8 @@ class Trust:
         found = opened(text, inside)
         if found.run != self.run:
             raise Untrusted(f"it is of the run '{found.run}'")
+        if not self._initial.keys() & {*found.keys, *found.retired}:
+            raise Untrusted("the run file is newer: it names keys that the list does not know")
         if self._list is None or found.serial >= self._list.serial:
             self._list, self._sealed = found, text
 

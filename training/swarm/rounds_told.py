@@ -7,9 +7,8 @@ with what its page shows beside it (how long the round took), which is the peer'
 from __future__ import annotations
 
 import json
-import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,10 @@ from training.swarm.types import Member, RoundResult
 
 _KEPT = 8
 _MOST_CHARS = 1 << 17
+_TOLD_CHARS = 12_000
+"""hivemind's pipe to the DHT process takes up to 16 KiB in one piece, and has many writers."""
 _LIFE_S = 600.0
+_LONGEST_S = 24 * 3600.0
 
 
 def dht_key(run: str) -> str:
@@ -58,20 +60,27 @@ class Teller:
             return  # the peer was alone: nobody else can bear witness
         receipt = receipts.sign(result, run=self._run, key=self._key)
         self._last.append({"receipt": receipt.text, "seconds": round(result.seconds, 3)})
+        text = json.dumps(list(self._last))
+        while len(text) > _TOLD_CHARS and len(self._last) > 1:
+            self._last.popleft()
+            text = json.dumps(list(self._last))
         self._dht.store(
-            dht_key(self._run), json.dumps(list(self._last)), subkey=self._key.peer_id,
+            dht_key(self._run), text, subkey=self._key.peer_id,
             expiration_time=now + _LIFE_S, return_future=True,
         )  # fmt: skip
 
 
-def heard(records: Mapping[str, Any]) -> Iterable[Told]:
-    """The rounds in the DHT's values by peer id; what is none, or another's, is left out."""
+def heard(records: Mapping[str, Any], *, allowed: Callable[[str], bool]) -> Iterable[Told]:
+    """The rounds in the DHT's values by peer id; what is none, or another's, is left out.
+
+    `allowed`: whether a peer takes part now (`guard.Guard.allowed`); of others nothing is read.
+    """
     for peer_id, text in records.items():
-        if not isinstance(text, str) or len(text) > _MOST_CHARS:
+        if not isinstance(text, str) or len(text) > _MOST_CHARS or not allowed(peer_id):
             continue
         try:
             entries = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         for entry in entries[:_KEPT] if isinstance(entries, list) else []:
             told = _told(entry, peer_id)
@@ -83,10 +92,12 @@ def _told(entry: Any, peer_id: str) -> Told | None:
     if not isinstance(entry, dict) or not isinstance(entry.get("receipt"), str):
         return None
     seconds = entry.get("seconds")
-    if not isinstance(seconds, int | float) or not math.isfinite(seconds):
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool):
+        return None
+    if not 0 <= seconds <= _LONGEST_S:
         return None
     try:
         receipt = receipts.read(entry["receipt"])
     except Untrusted:
         return None
-    return Told(receipt, max(0.0, float(seconds))) if receipt.signer == peer_id else None
+    return Told(receipt, float(seconds)) if receipt.signer == peer_id else None

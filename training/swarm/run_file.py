@@ -10,6 +10,7 @@ later one with other keys is refused.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ VERSION = 1
 _MOST_BYTES = 1 << 20
 _FIELDS = {"version", "run", "recipe", "digest", "inputs", "addresses", "authority", "service",
            "issued"}  # fmt: skip
+_INPUTS = {"tokenizer_sha256", "sources", "domains", "init_sha256"}
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,13 @@ def make(
     addresses: Sequence[str],
     service: str = "",
 ) -> RunFile:
-    """The run file of `recipe`, signed by every key of the authority. Raises UserError."""
+    """The run file of `recipe`, signed by every key of the authority. Raises UserError.
+
+    What a weights file says stands in it: that file is on the coordinator's disk alone.
+    """
+    if recipe.data.weights_file is not None:
+        data = recipe.data.model_copy(update={"weights": dict(inputs["domains"])})
+        recipe = recipe.model_copy(update={"data": data})
     for address in addresses:
         check_address(address)
     body = {
@@ -129,12 +137,20 @@ def parse(data: bytes, place: str, *, trusted: Sequence[str] = ()) -> RunFile:
     if body.keys() != _FIELDS:
         wanted = ", ".join(sorted(_FIELDS))
         raise UserError(f"'{place}' is no run file: its fields are not {wanted}")
-    for address in body["addresses"]:
-        check_address(address)
     try:
         recipe, inputs = json.loads(body["recipe"]), json.loads(body["inputs"])
-    except (TypeError, ValueError) as error:
-        raise UserError(f"'{place}' is no run file: its recipe cannot be read") from error
+        right = (
+            isinstance(recipe, dict) and isinstance(inputs, dict) and inputs.keys() >= _INPUTS
+            and isinstance(inputs["sources"], list) and isinstance(body["issued"], int)
+            and all(isinstance(body[name], list) for name in ("addresses", "authority"))
+            and all(isinstance(body[name], str) for name in ("run", "digest", "service"))
+        )  # fmt: skip
+    except (TypeError, ValueError):
+        right = False
+    if not right:
+        raise UserError(f"'{place}' is no run file: its fields are not of their kinds")
+    for address in body["addresses"]:
+        check_address(address)
     return RunFile(
         run=str(body["run"]), recipe=recipe, digest=str(body["digest"]), inputs=inputs,
         addresses=tuple(body["addresses"]), authority=tuple(body["authority"]),
@@ -185,16 +201,23 @@ def check_inputs(run: RunFile, current: Mapping[str, Any]) -> None:
             f"the crawls have manifests of SHA-256 {mine}, those of the run '{run.run}' {theirs}: "
             "give the run's, in its order, with --data"
         )
-    if there["domains"] != current["domains"]:
+    if not _alike(there["domains"], current["domains"]):
         raise UserError(
-            f"the weights of the domains are not those of the run '{run.run}': give its weights "
-            "file with --set data.weights=FILE"
+            f"the domains of the crawls are not those of the run '{run.run}': give its crawls with "
+            "--data"
         )
     if there["init_sha256"] != current["init_sha256"]:
         raise UserError(
             f"the run '{run.run}' starts from other weights: give the folder of its first model "
             "with --set model.init=DIR"
         )
+
+
+def _alike(there: Mapping[str, float], here: Mapping[str, float]) -> bool:
+    """Weights are numbers that were divided by their sum, here once more."""
+    return there.keys() == here.keys() and all(
+        math.isclose(weight, here[name], rel_tol=1e-9) for name, weight in there.items()
+    )
 
 
 def _own_keys(text: bytes, place: str) -> list[str]:

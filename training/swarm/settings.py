@@ -12,7 +12,9 @@ from pipelines.recipe_file import Section
 class DiLoCo(Section):
     """DiLoCo (Douillard et al. 2023, algorithm 1): many local steps, then one step of all peers.
 
-    The defaults are the paper's. The inner optimiser is the run's own and stays with its peer.
+    The defaults are the paper's. The inner optimiser is the run's own, and its moments stay with
+    its peer, as in the paper and in OpenDiLoCo: they are in no state and no checkpoint. A joiner,
+    and a run that goes on from a checkpoint, begins with moments of zero.
     """
 
     local_steps: int = Field(500, ge=1, description="H: steps of a peer between two rounds")

@@ -118,7 +118,7 @@ def read_state(path: Path) -> State:
             header = json.loads((file.metadata() or {})["state"])
             tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
         return State(int(header["epoch"]), tensors, dict(header["metadata"]))
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise NoState(f"'{path}' holds no state of a swarm: {error}") from error
 
 
@@ -189,7 +189,7 @@ class PartialCopy:
     def _resume(self) -> None:
         try:
             digests = Digests.from_json(json.loads(self._index.read_bytes()))
-        except ValueError:
+        except (ValueError, RecursionError):
             return
         if digests is None or digests.hash != self._wanted:
             return

@@ -141,6 +141,6 @@ def _message(value: dict[str, Any]) -> averaging_pb2.DownloadData:
 def _json(data: bytes) -> dict[str, Any]:
     try:
         value = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -30,11 +30,15 @@ GRACE_S = 10.0
 """How long a clean leave may take."""
 EXIT_AGAIN = 75
 """A trainer that ends with this code is started anew: the network was lost, not the work."""
+WORKED_S = 600.0
+"""A trainer that ran for so long had got in; what ends it then is told, and no reason to retry."""
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.05
 _PAUSE_S = 5.0
+_LONGEST_PAUSE_S = 300.0
 _EXIT_FAULT = 1
+_EXIT_USER_ERROR = 2
 _EXIT_BY_SIGNAL = 128
 _WATCHER = """
 import os, signal, sys
@@ -56,15 +60,18 @@ def supervise(
     *,
     grace_s: float = GRACE_S,
     pause_s: float = _PAUSE_S,
+    worked_s: float = WORKED_S,
     environment: Mapping[str, str] | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> int:
     """Run `command` and everything that it starts; gives its exit code, 128 + the signal where one
     ended it. When this returns, none of those processes is alive.
 
-    SIGTERM, SIGINT and SIGHUP go to the command's own process alone, which has `grace_s` to leave;
-    a second Ctrl+C ends all at once. A command that ends with EXIT_AGAIN is started anew. Use in
-    the main thread.
+    SIGTERM, SIGINT and SIGHUP (as SIGTERM) go to the command's own process alone, which has
+    `grace_s` to leave; a second Ctrl+C ends all at once. A command that ends with EXIT_AGAIN is
+    started anew after `pause_s`. What then keeps it out (an entrance or a service that is away)
+    will pass, so an error within `worked_s` is no end: it is tried again, after pauses that double
+    up to five minutes. Use in the main thread.
     """
     caught: list[int] = []
 
@@ -72,15 +79,23 @@ def supervise(
         caught.append(number)
 
     before = {number: signal.signal(number, catch) for number in _PASSED_ON}
+    anew, wait_s = False, pause_s
     try:
         while True:
-            code = _once(command, caught, grace_s, environment, say)
-            if code != EXIT_AGAIN or caught:
+            began = time.monotonic()
+            code = _once(command, caught, grace_s, environment or {}, say)
+            had_worked = time.monotonic() - began >= worked_s
+            kept_out = anew and not had_worked and code in (_EXIT_FAULT, _EXIT_USER_ERROR)
+            if caught or not (kept_out or code == EXIT_AGAIN):
                 return code
-            say(f"joining anew in {pause_s:.0f} s")
-            _sleep(pause_s, caught)
+            if had_worked:
+                wait_s = pause_s
+            say(f"joining anew in {wait_s:.0f} s")
+            _sleep(wait_s, caught)
             if caught:
                 return 0
+            anew = True
+            wait_s = min(2 * wait_s, _LONGEST_PAUSE_S)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -90,7 +105,7 @@ def _once(
     command: Sequence[str],
     caught: list[int],
     grace_s: float,
-    environment: Mapping[str, str] | None,
+    environment: Mapping[str, str],
     say: Callable[[str], None],
 ) -> int:
     with contextlib.ExitStack() as stack:
@@ -107,7 +122,7 @@ def _once(
         trainer = subprocess.Popen(
             command,
             start_new_session=True,
-            env=None if environment is None else {**os.environ, **environment},
+            env={**os.environ, **environment},
             preexec_fn=_end_with(os.getpid()),  # noqa: PLW1509 - no thread runs yet
         )
         stack.callback(_end_group, trainer.pid)
@@ -126,7 +141,8 @@ def _watched(
             again = passed and caught[passed] == signal.SIGINT == caught[passed - 1]
             if again:
                 break
-            trainer.send_signal(caught[passed])
+            number = caught[passed]
+            trainer.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
             passed += 1
             deadline_s = min(deadline_s, time.monotonic() + grace_s)
         if time.monotonic() > deadline_s:

@@ -212,7 +212,10 @@ class TokenKeeper:
     """Keeps a peer's token and revocations fresh while it runs.
 
     account: None for an offline token, which is not renewed. sources: of revocation lists, beside
-    the service of the account (see `revocation.dht_source`).
+    the service of the account (see `revocation.dht_source`). on_renewed: called with each new token
+    that took the place of one in force; on_regained: with one that came after a time without, in
+    which others have refused this peer and forgotten it (None: `on_renewed`). say: told once when
+    renewals begin to fail, and once when they work again.
     """
 
     def __init__(
@@ -224,6 +227,8 @@ class TokenKeeper:
         sources: Sequence[Source] = (),
         *,
         on_renewed: Callable[[Token], None] | None = None,
+        on_regained: Callable[[Token], None] | None = None,
+        say: Callable[[str], None] = lambda _: None,
         policy: RetryPolicy = POLICY,
         poll_s: float = revocation.POLL_S,
     ) -> None:
@@ -231,7 +236,8 @@ class TokenKeeper:
         self._own = own
         self._peer = peer
         self._account = account
-        self._on_renewed = on_renewed
+        self._on_renewed, self._on_regained = on_renewed, on_regained or on_renewed
+        self._say = say
         self._policy = policy
         self._ended = threading.Event()
         service = [http_source(account.url, account.ca_file)] if account is not None else []
@@ -286,10 +292,12 @@ class TokenKeeper:
         if self._account is None:
             return None
         text = fetch_token(self._account, self._peer, self._trust, self._policy)
+        # By the list that came with it, too.
+        tell = self._on_regained if self._current() is None else self._on_renewed
         self._own.write(text)
         token = self._trust.check(text, self._peer.peer_id)
-        if self._on_renewed is not None:
-            self._on_renewed(token)
+        if tell is not None:
+            tell(token)
         return token
 
     def _run(self) -> None:
@@ -298,7 +306,11 @@ class TokenKeeper:
                 continue
             try:
                 self._renew()
+                if self.failure:
+                    self._say("this peer has a new token")
                 self.failure = ""
             except Exception as error:  # it is told, and tried again: the token at hand goes on
-                self.failure = str(error)
+                if not self.failure:
+                    self._say(f"warning: no new token for this peer: {error}")
+                self.failure = str(error) or type(error).__name__
                 self._ended.wait(_TRY_AGAIN_S)

@@ -39,7 +39,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from models.errors import UserError
-from training.swarm import identity, keys, tokens
+from training.swarm import identity, keys, service_connections, tokens
 from training.swarm.authority import TOKEN_LIFE_S, Authority
 from training.swarm.keys import Untrusted
 from training.swarm.service_limits import AuditLog, Buckets, Refused, body, caller
@@ -313,7 +313,7 @@ def listen(
     except OSError as error:
         raise UserError(
             f"cannot listen at '{settings.host}:{settings.port}': {error.strerror}: choose another "
-            "--host or --port"
+            "--set coordinator.host=... or coordinator.port=..."
         ) from error
     config = uvicorn.Config(
         app(TokenService(authority, settings), routes),
@@ -321,7 +321,8 @@ def listen(
         ssl_keyfile=settings.private_key,
         proxy_headers=settings.behind_proxy,
         forwarded_allow_ips=list(settings.proxies),
-        limit_concurrency=200,
+        http=service_connections.limited(**({"most_of_one": 0} if settings.behind_proxy else {})),
+        limit_concurrency=service_connections.MOST_CONNECTIONS,
         timeout_keep_alive=5,
         timeout_graceful_shutdown=5,
         server_header=False,

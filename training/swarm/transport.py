@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,8 @@ _LEAVE_S = 1.5
 """Each of the four steps of leaving may take so long."""
 _RETRY_S = 0.5
 _FETCH_ENDS_S = 5.0
+_LASTS_LONGER_S = 30.0
+"""So much may clocks, and what is told at the end, add to how long an announcement lasts."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,10 @@ class TransportSettings:
     """Of each download of a state from this peer."""
 
 
+class Gone(Fault):
+    """The processes of this peer do not work any more; started anew, it goes on."""
+
+
 class FollowingDHT(DHT):  # type: ignore[misc]
     """hivemind's DHT process, ended with its parent, its daemon too."""
 
@@ -83,6 +90,17 @@ class FollowingDHT(DHT):  # type: ignore[misc]
         """The body of the process."""
         follow_parent(self._parent_pid)
         super().run()
+
+
+@contextlib.contextmanager
+def _own_interrupt() -> Iterator[None]:
+    """hivemind lets its caller ignore Ctrl+C, not only the child that it starts: put it back."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, before)
 
 
 def start_dht(
@@ -112,7 +130,8 @@ def start_dht(
         **options,
     )
     try:
-        dht.run_in_background(await_ready=True, timeout=2 * startup_s)
+        with _own_interrupt():
+            dht.run_in_background(await_ready=True, timeout=2 * startup_s)
     except Exception as error:
         with contextlib.suppress(Exception):
             dht.kill()
@@ -143,15 +162,16 @@ class SwarmTransport:
             raise UserError(f"swarm.run = '{settings.run}' must be a name without a dot")
         self._codec: Codec = codec(settings.codec)
         codec_check.self_test(settings.codec)
-        self._settings, self._dht = settings, dht
+        self._settings, self._dht, self._guard = settings, dht, guard
         self._peer_id: str = dht.peer_id.to_base58()
         shared = [torch.zeros(t.shape, dtype=t.dtype) for t in tensors]
-        if any(t.numel() == 0 or not t.is_floating_point() for t in shared):
-            raise ValueError("tensors to average must be floats and not empty")
+        if any(t.numel() == 0 or t.dtype != torch.float32 for t in shared):
+            raise ValueError("tensors to average must be float32 and not empty")
         self._vector_bytes = _encoded_bytes(self._codec, shared)
         self._rates = LinkRates(self._peer_id, settings.up_mbit, settings.down_mbit)
         self._lock = threading.Lock()  # of the averager's pipe
         self._last_store: Any = None
+        self._heard: tuple[float, list[Announcement]] = (time.monotonic(), [])
         settings.folder.mkdir(parents=True, exist_ok=True)
         files.sweep(settings.folder)
         for old in settings.folder.glob("shared-*.safetensors"):
@@ -175,7 +195,8 @@ class SwarmTransport:
             ),
             guard,
         )
-        self._averager.run_in_background(await_ready=True, timeout=60.0)
+        with _own_interrupt():
+            self._averager.run_in_background(await_ready=True, timeout=60.0)
 
     @property
     def peer_id(self) -> str:
@@ -185,7 +206,11 @@ class SwarmTransport:
     # Announcements.
 
     def announce(self, announcement: Announcement) -> None:
-        """Tell every peer, without waiting for it; a failure of the last time is logged."""
+        """Tell every peer, without waiting for it; a failure of the last time is logged.
+
+        Raises Fault when the DHT's process is gone.
+        """
+        self._check_dht()
         if announcement.peer.peer_id != self._peer_id:
             raise ValueError(f"'{announcement.peer.peer_id}' is not this peer, '{self._peer_id}'")
         if self._last_store is not None and self._last_store.done():
@@ -204,17 +229,44 @@ class SwarmTransport:
         )
 
     def announcements(self) -> list[Announcement]:
-        """The newest of every peer that has not left; by peer id. What is no announcement, not."""
+        """The newest of every peer that takes part and has not left; by peer id.
+
+        What is no announcement is left out, and what a peer said that the guard refuses: it is
+        never believed, so it can move nobody. So is what would last for longer than announcements
+        do. When the DHT is slow, what was heard last stands: silence would mean that this peer is
+        alone. Raises Fault when the DHT is gone, or silent for as long as an announcement lasts.
+        """
+        self._check_dht()
         key = announcements.dht_key(self._settings.run)
         try:
             found = self._dht.get(key, latest=True, return_future=True).result(timeout=10.0)
-        except FutureTimeout:
+        except FutureTimeout as error:
+            at, heard = self._heard
+            if time.monotonic() - at > self._settings.announcement_s:
+                raise Gone("the DHT does not answer any more: start this peer again") from error
             log.warning("the DHT did not answer in 10 s")
-            return []
-        if found is None or not isinstance(found.value, dict):
-            return []
-        read = [announcements.from_value(peer, e.value) for peer, e in found.value.items()]
-        return sorted((one for one in read if one is not None), key=lambda one: one.peer.peer_id)
+            return heard
+        entries = found.value if found is not None and isinstance(found.value, dict) else {}
+        latest = get_dht_time() + self._settings.announcement_s + _LASTS_LONGER_S
+        read = [
+            announcements.from_value(peer, entry.value)
+            for peer, entry in entries.items()
+            if entry.expiration_time <= latest
+        ]
+        believed = [one for one in read if one is not None and self._believes(one.peer.peer_id)]
+        heard = sorted(believed, key=lambda one: one.peer.peer_id)
+        self._heard = (time.monotonic(), heard)
+        return heard
+
+    def _others(self) -> list[Announcement]:
+        return [one for one in self.announcements() if one.peer.peer_id != self._peer_id]
+
+    def _check_dht(self) -> None:
+        if not self._dht.is_alive():
+            raise Gone("the DHT's process has ended: start this peer again")
+
+    def _believes(self, peer_id: str) -> bool:
+        return self._guard is None or peer_id == self._peer_id or self._guard.allowed(peer_id)
 
     # Rounds.
 
@@ -272,11 +324,9 @@ class SwarmTransport:
                 return future.result(timeout=1.0)
             except FutureTimeout as error:
                 if not self._averager.is_alive():
-                    raise Fault(
-                        "the averager's process has ended: start this peer again"
-                    ) from error
+                    raise Gone("the averager's process has ended: start this peer again") from error
                 if time.monotonic() > deadline:
-                    raise Fault(f"the averager did not answer in {limit_s:g} s") from error
+                    raise Gone(f"the averager did not answer in {limit_s:g} s") from error
 
     def _learn(self, report: RoundReport) -> None:
         seen = SeenRound(
@@ -316,13 +366,14 @@ class SwarmTransport:
     ) -> State:
         """A state whose every chunk was checked against its hash (see the protocol).
 
-        What came from donors that failed is kept: the next one sends the rest. Raises NoState.
+        What came from donors that failed is kept: the next one sends the rest. Raises NoState: at
+        once where the swarm has left the state `expected_hash` behind.
         """
         deadline = time.monotonic() + timeout_s
         tried: dict[str, str] = {}
         corrupt: set[tuple[str, str]] = set()
         while time.monotonic() < deadline:
-            heard = [a for a in self.announcements() if a.peer.peer_id != self._peer_id]
+            heard = self._others()
             wanted = expected_hash or agreed_hash(heard)
             if wanted is None:
                 tried[""] = "no two peers announce the same state"
@@ -337,9 +388,13 @@ class SwarmTransport:
                             return read_state(path)
                         finally:
                             path.unlink(missing_ok=True)
+                if expected_hash and _left_behind(self._others(), expected_hash):
+                    tried[""] = "nobody announces it any more"
+                    break
             time.sleep(min(_RETRY_S, max(0.0, deadline - time.monotonic())))
         reasons = "; ".join(f"{peer or 'swarm'}: {why}" for peer, why in tried.items())
-        raise NoState(f"no state in {timeout_s:g} s: {reasons or 'nobody announces one'}")
+        which = f" {expected_hash[:12]}" if expected_hash else ""
+        raise NoState(f"no state{which}: {reasons or 'nobody announces one'}")
 
     def _fetch(
         self,
@@ -394,6 +449,12 @@ def agreed_hash(heard: Sequence[Announcement]) -> str | None:
     counts = Counter((one.epoch, one.state_hash) for one in told)
     agreed = [(epoch, n, digest) for (epoch, digest), n in counts.items() if n >= 2]
     return max(agreed)[2] if agreed else None
+
+
+def _left_behind(heard: Sequence[Announcement], wanted: str) -> bool:
+    """Whether others are heard, and none of them has the state `wanted` any more."""
+    told = {one.state_hash for one in heard if one.state_hash}
+    return bool(told) and wanted not in told
 
 
 def _donors(heard: Sequence[Announcement], wanted: str, asked: Collection[str]) -> list[str]:

@@ -40,6 +40,13 @@ class Served:
     def start(self, folder: str, first: list[str], options: dict[str, Any]) -> dict[str, Any]:
         import torch
 
+        return self._start(folder, first, options, [torch.zeros(shape) for shape in SHAPES])
+
+    def _start(
+        self, folder: str, first: list[str], options: dict[str, Any], tensors: list[Any]
+    ) -> dict[str, Any]:
+        import torch
+
         from training.swarm.transport import SwarmTransport, TransportSettings, start_dht
 
         torch.set_num_threads(1)
@@ -50,8 +57,8 @@ class Served:
             **{
                 "codec": "none",
                 "matchmaking_s": 1.0,
-                "sender_timeout_s": 3.0,
-                "allreduce_timeout_s": 20.0,
+                "sender_timeout_s": 5.0,
+                "allreduce_timeout_s": 30.0,
                 "exclusion_s": 5.0,
                 "part_bytes": 1 << 15,
                 **options,
@@ -60,11 +67,48 @@ class Served:
         self.dht = start_dht(
             first, role=self.settings.role, host_addresses=["/ip4/127.0.0.1/tcp/0"]
         )
-        shapes = [torch.zeros(shape) for shape in SHAPES]
         guard = BannedGuard(path / "banned")
-        self.transport = SwarmTransport(self.dht, self.settings, shapes, guard)
+        self.transport = SwarmTransport(self.dht, self.settings, tensors, guard)
         addresses = [str(address) for address in self.dht.get_visible_maddrs()]
         return {"peer_id": self.transport.peer_id, "addresses": addresses}
+
+    def learn(
+        self, folder: str, first: list[str], options: dict[str, Any], task: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Start, and learn in a thread (`learning_peers.Learning` of `task`)."""
+        import torch
+
+        from tests.training.swarm.learning_peers import Learning, learner
+        from training.swarm.heartbeat import Heartbeat
+
+        objective = learner()
+        one = [] if task["settings"].get("mode") == "diloco" else objective.terms[1:]
+        tensors = [
+            torch.zeros(parameter.shape)
+            for _ in range(1 + len(one))
+            for parameter in objective.network.parameters()
+        ]
+        started = self._start(folder, first, options, tensors)
+        heartbeat = Heartbeat(self.transport, every_s=2.0, longest_s=60.0)
+        heartbeat.start()
+        self.learning = Learning(heartbeat, role=self.settings.role, **task)
+        return started
+
+    def told(self) -> Any:
+        """What it tells of its learning so far."""
+        return self.learning.told()
+
+    def hold(self, place: str) -> None:
+        """Stop it at the next `place`."""
+        self.learning.hold(place)
+
+    def release(self) -> None:
+        """Let it go on."""
+        self.learning.release()
+
+    def end_learning(self) -> Any:
+        """Stop it; the last that it tells."""
+        return self.learning.end()
 
     def average(self, value: float, weight: float, epoch: int, timeout_s: float) -> Any:
         """The RoundResult, and the tensors after it; `value` times 1, 2, 3, ... is averaged."""
@@ -102,6 +146,11 @@ class Served:
 
         state = self.transport.download_state(expected_hash=expected_hash, timeout_s=timeout_s)
         return state_hash(state), state.epoch
+
+    def pid_of(self, child: str) -> int:
+        """The process "dht" or "averager"."""
+        pid: int = {"dht": self.dht, "averager": self.transport._averager}[child].pid
+        return pid
 
     def children(self) -> list[int]:
         """All processes below this one."""
@@ -183,6 +232,9 @@ class Peer:
     def begin_start(self, first: list[str], **options: Any) -> None:
         self.begin("start", str(self.folder), first, options)
 
+    def begin_learn(self, first: list[str], options: dict[str, Any], **task: Any) -> None:
+        self.begin("learn", str(self.folder), first, options, task)
+
     def end_start(self) -> None:
         told = self.end()
         self.peer_id, self.addresses = told["peer_id"], told["addresses"]
@@ -195,13 +247,13 @@ class Peer:
 
 
 @contextlib.contextmanager
-def hub(folder: Path, count: int) -> Iterator[list[Peer]]:
-    """Some idle peers; all their processes are gone at the end."""
+def hub(folder: Path, count: int, script: str = __file__) -> Iterator[list[Peer]]:
+    """Some idle peers of `script`; all their processes are gone at the end."""
     repository = Path(__file__).resolve().parents[3]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(repository)}
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, __file__, str(folder), str(count)],
+            [sys.executable, script, str(folder), str(count)],
             env=environment,
             stdout=output,
             stderr=output,
@@ -221,7 +273,12 @@ def hub(folder: Path, count: int) -> Iterator[list[Peer]]:
 
 
 def _serve(folder: Path, number: int) -> None:
+    from hivemind.utils.mpfuture import MPFuture
+
     os.setsid()
+    # hivemind makes its locks when it is imported: peers of one fork would share them, and who is
+    # killed while it holds one would stop all others.
+    MPFuture.reset_backend()
     with Listener(str(folder / f"{number}.socket")) as listener, listener.accept() as connection:
         connection.send(os.getpid())
         served = Served()
@@ -267,9 +324,10 @@ def _poisonable() -> None:
 
 def main() -> None:
     """The hub: imports once, forks the idle peers, waits for them."""
+    from tests.training.swarm import learning_peers
     from training.swarm import transport
 
-    assert transport
+    assert transport and learning_peers
     _poisonable()
     folder, count = Path(sys.argv[1]), int(sys.argv[2])
     for number in range(count):

@@ -36,6 +36,7 @@ def test_a_loss_that_is_nan_comes_through() -> None:
         ("epoch", -1), ("epoch", True), ("epoch", 1.0), ("epoch", 1 << 60), ("samples", None),
         ("rate", math.inf), ("rate", 1), ("rate", -1.0), ("time", math.nan), ("role", "king"),
         ("name", 3), ("name", "x" * 201), ("state_hash", b""), ("loss", "low"), ("role", []),
+        ("name", "a\x1b[2J"), ("device", "a\nb"), ("state_hash", "../x"), ("state_hash", "a" * 63),
     ],
 )  # fmt: skip
 def test_a_wrong_field_is_no_announcement(field: str, value: object) -> None:

@@ -11,6 +11,7 @@ from tests.training.swarm.authorities import RUN, START, Clock, authority, peer,
 from training.swarm import allowlist, keys, tokens
 from training.swarm.authority import ROTATION_DELAY_S, Authority
 from training.swarm.keys import Untrusted
+from training.swarm.revocation import Trust
 
 
 def _lines(made: Authority) -> list[bytes]:
@@ -127,15 +128,42 @@ def test_a_line_by_a_stranger_is_not_believed(tmp_path: Path) -> None:
 
 
 def test_a_line_that_a_crash_cut_was_never_said(tmp_path: Path) -> None:
-    made = authority(tmp_path / "a", users=("asha", "bina"))
+    made = authority(tmp_path / "a", users=("asha",))
     path = tmp_path / "a" / "allowlist.jsonl"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-20])
+    note = path.with_name("allowlist.jsonl.head")
+    before = note.read_bytes()
+    made.allow_add("bina")
+    path.write_bytes(path.read_bytes()[:-20])
+    note.write_bytes(before)  # which is written after the line
     again = Authority.load(tmp_path / "a", clock=Clock())
     assert [user.name for user in again.allow_list()] == ["asha"]
     again.allow_add("chitra")
     assert [user.name for user in made.allow_list()] == ["asha", "chitra"]
     assert len(_lines(made)) == 3
+
+
+def test_a_log_that_was_cut_or_is_an_old_copy_lets_nobody_back_in(tmp_path: Path) -> None:
+    made = authority(tmp_path / "a", users=("asha", "bina"))
+    path = tmp_path / "a" / "allowlist.jsonl"
+    old = path.read_bytes()
+    made.allow_remove("asha")
+    path.write_bytes(old)
+    for ask in (lambda: Authority.load(tmp_path / "a"), lambda: made.allow_add("chitra"),
+                lambda: made.issue("asha", peer(0).peer_id)):  # fmt: skip
+        with pytest.raises(UserError, match="was cut: it has 3 lines and had 4"):
+            ask()
+    # Other lines in the place of those that were there.
+    note = path.with_name("allowlist.jsonl.head")
+    kept = note.read_bytes()
+    note.unlink()
+    Authority.load(tmp_path / "a", clock=made.clock).allow_add("eve")
+    note.write_bytes(kept)
+    with pytest.raises(UserError, match="was replaced: line 4 is not the one"):
+        Authority.load(tmp_path / "a")
+    for damaged in (b"{}", b"\xff", b'{"digest":1,"lines":"x"}'):
+        note.write_bytes(damaged)
+        with pytest.raises(UserError, match="cannot be read"):
+            Authority.load(tmp_path / "a")
 
 
 def _add_some(folder: Path, number: int) -> None:
@@ -188,7 +216,7 @@ def test_removal_revocation_and_return(tmp_path: Path) -> None:
     peers.offer(made.revocations())
     with pytest.raises(Untrusted, match=r"the peer .* was revoked"):
         peers.check(second, other)
-    with pytest.raises(UserError, match="was revoked: `gristmill swarm restore"):
+    with pytest.raises(UserError, match="was revoked: `gristmill swarm allow restore"):
         made.issue("bina", other)
     made.restore(other)
     peers.offer(made.revocations())
@@ -207,7 +235,9 @@ def test_a_new_credential_ends_the_old_one_and_its_tokens(tmp_path: Path) -> Non
     peers, mine = trust(made), peer(0).peer_id
     old = made.allow_add("asha")
     text = made.issue("asha", mine)
-    with pytest.raises(UserError, match=r"'asha' is on the allowlist .* comes with --renew"):
+    with pytest.raises(
+        UserError, match=r"'asha' is on the allowlist .* comes with `gristmill swarm allow renew"
+    ):
         made.allow_add("asha")
     new = made.allow_add("asha", renew=True)
     assert made.state.admits("asha", new) and not made.state.admits("asha", old)
@@ -235,7 +265,15 @@ def test_keys_rotate_while_the_run_goes_on(tmp_path: Path) -> None:
     assert peers.offer(made.revocations())
     assert list(peers.current_keys()) == [new]
     peers.check(by_new, mine)
-    # One who knows only the old key from its run file cannot be told of the new one.
+    # One who knows only the old key from its run file is told of the new one, while the old
+    # private key is there to say so.
+    away = Trust(RUN, [key.public for key in made._signers.values() if key.id == old], clock=clock)
+    assert away.offer(made.revocations()) and list(away.current_keys()) == [new]
+    (tmp_path / "a" / "keys" / f"{old}.pem").unlink()
+    gone = Authority.load(tmp_path / "a", clock=clock)
+    away = Trust(RUN, [key.public for key in made._signers.values() if key.id == old], clock=clock)
+    with pytest.raises(Untrusted, match="is not signed by a key"):
+        away.offer(gone.revocations())
     late = Authority.load(tmp_path / "a", clock=clock)
     with pytest.raises(UserError, match="is no key of 'sahajbert' in force"):
         late.retire(old)
@@ -265,7 +303,7 @@ def test_a_stolen_key_is_retired_at_once(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_told_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no authority: make one with `gristmill swarm init"):
+    with pytest.raises(UserError, match="holds no authority: `gristmill swarm start` makes one"):
         Authority.load(tmp_path / "a")
     made = authority(tmp_path / "a")
     with pytest.raises(UserError, match="holds an authority already"):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 
 from models.albert import build_albert
 from models.errors import UserError
@@ -210,6 +211,25 @@ def test_a_full_disk_is_told_and_leaves_nothing(
     assert writing.names() == []
     monkeypatch.undo()
     assert writing.agreed(4) is not None
+
+
+def test_an_export_that_fails_ends_nothing_and_does_not_deny_the_checkpoint(
+    tmp_path: Path, network: Any, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk comes out of transformers as SafetensorError, which is no OSError."""
+
+    def full(*_: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device")
+
+    writing = Writing(tmp_path / "run", network, tokenizer, export_to=tmp_path / "model")
+    monkeypatch.setattr("training.swarm.checkpointer.export_to", full)
+    row = writing.agreed(2)
+    assert row is not None and row.epoch == 2
+    assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
+    assert str(writing.writer.trouble).startswith("No model of epoch 2, whose checkpoint is writ")
+    monkeypatch.undo()
+    assert writing.agreed(4) is not None
+    assert writing.writer.trouble is None
 
 
 def test_the_newest_stay_and_a_restart_goes_on(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sqlite3
 from dataclasses import replace
@@ -22,7 +23,7 @@ from tests.training.swarm.watched_runs import (
     round_of,
     told,
 )  # fmt: skip
-from training.swarm import alarms
+from training.swarm import alarms, metrics_store
 from training.swarm.alarms import Look
 from training.swarm.collector import Collector, shown
 from training.swarm.curve import Bin, Bins
@@ -62,7 +63,7 @@ def test_a_whole_round_says_the_samples_and_a_late_announcement_does_not(run: To
     run.collector.round(round_of(0, {"a": 96.0, "b": 48.0}, seconds=2.0), "b", now=run.now)
     run.say(said("a", 0, 99), said("b", 1, 2))
     row = epochs(run)[0]
-    assert (row["samples"], row["fraction"], row["round_s"]) == (144, 1.0, 2.5)
+    assert (row["samples"], row["fraction"], row["round_s"]) == (144, 1.0, 2.0)
 
 
 def test_a_partial_round_counts_nothing_and_its_retry_does(run: Told) -> None:
@@ -73,6 +74,60 @@ def test_a_partial_round_counts_nothing_and_its_retry_does(run: Told) -> None:
     run.say(said("a", 1, 1), said("b", 1, 1))
     row = epochs(run)[0]
     assert (row["samples"], row["fraction"], row["failed_rounds"]) == (130, 1.0, 1)
+
+
+def test_one_liar_says_nothing_about_the_others_samples(run: Told) -> None:
+    """A receipt of its own, with weights that the rest of the group did not sign."""
+    run.say(said("a", 0, 90), said("b", 0, 40), said("liar", 0, 10))
+    truth, lie = {"a": 90.0, "b": 40.0, "liar": 10.0}, {"a": 0.0, "b": 0.0, "liar": 9e3}
+    run.collector.round(round_of(0, lie), "liar", now=run.now)
+    run.collector.round(round_of(0, truth, seconds=2.0), "a", now=run.now)
+    run.say(said("a", 1, 1), said("b", 1, 1), said("liar", 1, 1))
+    assert epochs(run)[0]["samples"] == 140  # as announced: no weights have a majority yet
+    run.collector.round(round_of(0, truth, seconds=2.5), "b", now=run.now)
+    run.collector.round(round_of(0, lie, group_id="02"), "nobody in it", now=run.now)
+    run.collector.round(round_of(0, {"liar": 9e3}, group_id="03"), "liar", now=run.now)
+    run.say(said("a", 1, 1), said("b", 1, 1), said("liar", 1, 1))
+    row = epochs(run)[0]
+    assert (row["samples"], row["round_s"]) == (140, 2.0)
+    assert row["owners"] == '{"peer a": 90, "peer b": 40, "peer liar": 10}'
+
+
+@pytest.mark.parametrize("seconds", [math.inf, math.nan, -1.0, 1e308])
+def test_a_round_whose_time_cannot_be_is_not_believed(run: Told, seconds: float) -> None:
+    run.say(said("a", 0, 90), said("b", 0, 40))
+    run.collector.round(round_of(0, {"a": 1.0, "b": 1.0}, seconds=seconds), "a", now=run.now)
+    assert run.store.rows("SELECT * FROM rounds") == []
+
+
+def test_a_round_of_an_epoch_that_is_far_is_not_believed(run: Told) -> None:
+    run.say(said("a", 2000, 90), said("b", 2000, 40))
+    for epoch in (-1, 3, 999, 2002, 1 << 50):
+        run.collector.round(round_of(epoch, {"a": 1.0, "b": 1.0}), "a", now=run.now)
+    assert run.store.rows("SELECT * FROM rounds") == []
+    run.collector.round(round_of(1999, {"a": 1.0, "b": 1.0}), "a", now=run.now)
+    assert len(run.store.rows("SELECT * FROM rounds")) == 1
+
+
+@pytest.mark.parametrize("loss", [1e308, -1e308, 1e7])
+def test_a_loss_that_cannot_be_spoils_no_sum(run: Told, loss: float) -> None:
+    run.say(said("a", 0, 90, loss=2.0), said("b", 0, 40, loss=loss))
+    run.say(said("a", 1, 1), said("b", 1, 1))
+    assert epochs(run)[0]["loss"] == 2.0
+    alarms_now = run.store.rows("SELECT * FROM alarms WHERE key = 'loss'")
+    assert alarms_now[0]["text"] == "The loss is not a number at b (b)"
+    json.dumps(Views(run.store).status(run.now), allow_nan=False)
+
+
+def test_a_million_names_leave_a_bounded_store(run: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_store, "KEPT_PEERS", 50)
+    for turn in range(5):
+        run.say(*[said(f"{turn}-{number}", 0, 1) for number in range(40)], said("a", 0, 1))
+    names = {row["peer_id"] for row in run.store.rows("SELECT peer_id FROM peers")}
+    assert len(names) == 50
+    assert "a" in names
+    run.say(said("a", 0, 2), after_s=100)
+    assert set(run.collector._ages) == {"a"}
 
 
 def test_the_epoch_is_that_of_more_than_half(run: Told) -> None:
@@ -148,6 +203,30 @@ def test_the_leaderboard_is_the_ledgers_where_there_is_one(tmp_path: Path) -> No
     ]  # fmt: skip
 
 
+def test_the_end_is_whole_though_all_left_before_most_were_heard_at_it(tmp_path: Path) -> None:
+    board = [Leader("user asha", "asha", 200.0, 1, 0.5)]
+    run = told(tmp_path, facts=replace(FACTS, epochs=3), options={"leaders": lambda: board})
+    for epoch in (0, 1, 2):
+        run.say(said("a", epoch, 10), said("b", epoch, 20), after_s=10)
+    run.say(said("a", 3, 0), said("b", 2, 20))  # no majority at 3
+    run.collector.finish(run.now)
+    assert run.say(after_s=100) == []
+    run.collector.finish(run.now)
+    assert run.store.rows("SELECT * FROM alarms WHERE until IS NULL") == []
+    assert [row["settled"] for row in run.store.rows("SELECT * FROM epochs")] == [1, 1, 1]
+    assert [row["label"] for row in Views(run.store).board()["leaders"]] == ["asha"]
+    status = Views(run.store).status(run.now)
+    assert (status["epoch"], status["epochs_seen"], status["samples"]) == (3, 3, 90)
+
+
+def test_an_alarm_from_elsewhere_hides_nothing(run: Told) -> None:
+    run.collector.ring("download", "refused: \x1b[2J\u202egnp" + "x" * 9000)
+    run.say(said("a", 0, 1))
+    (row,) = run.store.rows("SELECT text FROM alarms")
+    assert "\x1b" not in row["text"] and "\u202e" not in row["text"]
+    assert len(row["text"]) <= 320
+
+
 def test_another_runs_file_is_refused(tmp_path: Path) -> None:
     run = told(tmp_path)
     with pytest.raises(UserError, match="is of a run with the recipe digest 'abab"):
@@ -191,6 +270,9 @@ def test_colours_stay_with_who_has_them(tmp_path: Path) -> None:
         (Look(failed=5, rounds=20), "retried", "warning", "5 of the last 20 rounds"),
         (Look(no_number=["a", "b"]), "loss", "grave", "not a number at a, b"),
         (Look(other_weights=list("abcde")), "split", "warning", "at a, b, c and 2 more"),
+        (Look(epoch_s=[15] * 10, matchmaking_s=4), "short", "warning",
+         "An epoch computes for 11 s, less than 3 matchmaking windows of 4 s"),
+        (Look(epoch_s=[11] * 10, matchmaking_s=4, delayed=True), "short", "warning", "for 11 s"),
         (Look(epoch=3, highest=9), "back", "warning", "at epoch 3 and was at 9"),
         (Look(clock_s={"a": 5.0, "b": 0.0, "c": 0.1}), "clock", "warning", "of a is 5.0 s ahead"),
         (Look(clock_s={"a": -5.0}), "clock", "warning", "of a is 5.0 s behind"),
@@ -214,6 +296,9 @@ def test_an_alarm_rings(look: Look, key: str, level: str, part: str) -> None:
         Look(active=1, since_epoch_s=899),
         Look(fraction=1.0, fraction_epoch=1, failed=4, rounds=20),
         Look(failed=9, rounds=9),
+        Look(epoch_s=[16] * 10, matchmaking_s=4),
+        Look(epoch_s=[12] * 10, matchmaking_s=4, delayed=True),
+        Look(epoch_s=[1] * 9, matchmaking_s=4),
         Look(epoch=9, highest=9, clock_s={"a": 1.9}),
     ],
 )

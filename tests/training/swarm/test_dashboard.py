@@ -261,6 +261,16 @@ def test_it_moves_by_itself_and_rows_stay(browser: Any, small: tuple[Told, str])
     page.tab.wait_for_function(
         "() => document.querySelector('#live').textContent === 'finished'", timeout=WAIT_MS
     )
+    assert page.tab.inner_text("#progress-text") == "finished"
+    assert not page.tab.is_visible("#track")
+    assert " · ran for " in page.tab.inner_text("#about")
+    # Nobody told of links or shares here: those columns take no room, the others stay.
+    heads = page.tab.evaluate(
+        "[...document.querySelectorAll('#peers-table th[scope=col]')].filter(c => !c.hidden)"
+        ".map(c => c.textContent)"
+    )
+    assert heads == ["Peer", "Role", "Device", "Epoch", "Samples", "Samples/s", "Share of work",
+                     "Memory", "Weights", "Seen"]  # fmt: skip
     assert page.said == []
 
 
@@ -330,6 +340,24 @@ def test_events_begin_with_everything_and_go_on(small: tuple[Told, str]) -> None
                 run.collector.look([announcement("a", 7, 1, time=now)], now)
     assert names[:4] == ["status", "board", "history", "history"]
     assert data["history"] == {"range": "recent", "version": 1}
+
+
+def test_a_number_that_json_has_not_does_not_freeze_the_page(small: tuple[Told, str]) -> None:
+    run, url = small
+    row = {
+        "epoch": 0, "started": 0.0, "ended": 1.0, "samples": 1, "loss": float("inf"), "peers": 1,
+        "owners": "{}", "fraction": None, "round_s": float("inf"), "failed_rounds": 0,
+    }  # fmt: skip
+    run.store.write_epoch(row)
+    until = time.monotonic() + 20
+    run.collector.look([announcement("a", 7, 1, time=time.time())], time.time())
+    while (status := httpx.get(f"{url}status.json").json())["epoch"] != 7:
+        assert time.monotonic() < until
+        time.sleep(0.2)
+    assert (status["last_epoch"], status["loss"]) == (0, None)
+    with Dashboard(run.store.path) as page:  # after a restart
+        (found,) = httpx.get(f"{page.url}history.json").json()["bins"]
+    assert (found["loss"], found["round_s"]) == (None, None)
 
 
 def test_too_many_watchers_are_turned_away(

@@ -1,5 +1,6 @@
 """Guard and revocations over hivemind's own DHT processes, as a peer runs them."""
 
+import asyncio
 import time
 from pathlib import Path
 
@@ -7,9 +8,9 @@ import pytest
 from hivemind import DHT
 
 from tests.training.swarm.authorities import RUN, peer
-from training.swarm import guard, revocation, tokens
+from training.swarm import guard, reaching, revocation, tokens
 from training.swarm.authority import Authority
-from training.swarm.dht_access import PeerAuthorizer, rejoin
+from training.swarm.dht_access import PeerAuthorizer
 from training.swarm.dht_records import RunRecords
 from training.swarm.guard import TokenGuard
 from training.swarm.keys import Untrusted
@@ -50,7 +51,8 @@ def test_peers_learn_of_each_other_and_of_revocations(tmp_path: Path) -> None:
             TokenGuard(trusts[number], guard.dht_fetch(dhts[number], RUN), owns[number])
             for number in range(2)
         ]
-        assert [[each.allowed(peer_id) for peer_id in ids] for each in guards] == [[True] * 2] * 2
+        for each in guards:
+            assert [asyncio.run(each.admit(peer_id)) for peer_id in ids] == [True] * 2
         assert not guards[0].allowed(peer(2).peer_id)
 
         # The second user is revoked. The coordinator (the first peer) has the list from the
@@ -71,13 +73,13 @@ def test_peers_learn_of_each_other_and_of_revocations(tmp_path: Path) -> None:
             guard.publish(dhts[0], trusts[0], owns[1], ids[1])
         # With a new token it is back; hivemind would not have asked the first again by itself.
         entrances = [str(address) for address in dhts[0].get_visible_maddrs()]
-        assert rejoin(dhts[1], entrances) == 0
+        assert reaching.call(dhts[1], entrances) == 0
         owns[1].write(made.issue("bina", ids[1]))
         time.sleep(1.0)
-        assert rejoin(dhts[1], entrances) == 1
+        assert reaching.call(dhts[1], entrances) == 1
         assert guard.publish(dhts[1], trusts[1], owns[1], ids[1])
         assert poller.poll() and trusts[1].newest() == trusts[0].newest()
-        assert guards[0].allowed(ids[1])
+        assert asyncio.run(guards[0].admit(ids[1]))
         found = dhts[0].get(tokens.dht_key(RUN), latest=True)
         assert found.value[ids[1]].value == owns[1].text()
         for each in guards:

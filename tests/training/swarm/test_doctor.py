@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -17,6 +18,8 @@ import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from training.swarm import doctor, join_routes
 from training.swarm.doctor import Check
@@ -50,6 +53,19 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         while not server.started:
             time.sleep(0.01)
         yield found
+        server.should_exit = True
+        thread.join(10)
+
+
+@contextlib.contextmanager
+def served_as(app: Starlette) -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         server.should_exit = True
         thread.join(10)
 
@@ -238,3 +254,27 @@ def test_lines() -> None:
     assert json.dumps(one.to_json())
     assert doctor.worst([Check("a", "ok", ""), one]) == "failed"
     assert doctor.worst([Check("a", "skipped", ""), Check("b", "ok", "")]) == "ok"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "state", "part"),
+    [
+        (429, {"error": "others are measuring: wait 5 s"}, "skipped", "others are measuring"),
+        (403, {"error": "loopback"}, "failed", "refuses (HTTP 403): loopback"),
+        (500, ["x"], "failed", "refuses (HTTP 500)"),
+        (200, ["x"], "failed", "does not answer: TypeError"),
+    ],
+)
+def test_a_service_that_refuses_is_quoted(status: int, body: object, state: str, part: str) -> None:
+    async def answer(request: object) -> JSONResponse:
+        return JSONResponse(body, status)
+
+    with served_as(Starlette(routes=[
+        Route("/{path:path}", answer, methods=["GET", "POST"])
+    ])) as url:  # fmt: skip
+        found = [
+            doctor.clock(url), doctor.port("127.0.0.1", 0, url, "node"),
+            doctor.bandwidth(url, up_mbit=1, down_mbit=1),
+        ]  # fmt: skip
+    assert [one.state for one in found] == [state] * 3
+    assert all(part in one.found for one in found)

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.swarm.epochs import (
-    Elsewhere,
-    brought,
-    elsewhere,
-    judge,
-    too_long,
-    view,
-)
+from training.swarm.epochs import brought, judge, too_long
 from training.swarm.types import Announcement, Member, PeerInfo, Role, RoundResult
+from training.swarm.whereabouts import Elsewhere, elsewhere, refuge, view
 
 
 def told(
@@ -110,12 +105,71 @@ def test_elsewhere(own: Any, others: Any, expected: Any) -> None:
     assert elsewhere(seen) == (None if expected is None else Elsewhere(*expected))
 
 
+def around(own: tuple[int, str], *others: tuple[int, str]) -> Any:
+    return view(
+        told("a", own[0], state_hash=own[1]),
+        [
+            told(name, at, state_hash=what)
+            for name, (at, what) in zip("bcdef", others, strict=False)
+        ],
+    )
+
+
+def test_newcomers_vote_for_nothing_and_nobody_waits_for_them() -> None:
+    """A swarm of one keeps its weights when two join it at once."""
+    assert elsewhere(around((0, "h"), (0, "h"), (5, "n"))) == Elsewhere(5, "n", ("c",))
+    one = around((5, "n"), (0, "h"), (0, "h"))
+    assert elsewhere(one) is None
+    assert one.alone
+    assert not one.stranded
+    assert view(told("x", 0, role="auxiliary"), (*one.others, one.own)).newest == 5
+    # where all begin nobody is a newcomer
+    assert not around((1, "n"), (0, "h"), (0, "h")).alone
+    assert not around((0, "h"), (0, "h"), (0, "h")).alone
+    # delayed: peers that gather for epoch 1 have taken no step
+    assert around((3, ""), (1, ""), (0, "h")).alone
+
+
+def test_weights_of_a_coordinator_are_no_partner() -> None:
+    kept = told("x", 3, state_hash="h", role="auxiliary")
+    assert not view(told("a", 3), [kept, told("b", 2)]).shared
+    assert view(told("a", 3), [kept, told("b", 2)]).stranded
+
+
+STRANDED = [
+    # own, others, stranded, refuge, outnumbered
+    ((3, "h"), [], False, None, False),
+    ((3, "h"), [(3, "h"), (4, "n")], False, (4, "n", ("c",)), False),
+    # beside its round a peer tells no hash: it may have the same
+    ((3, "h"), [(4, "")], False, None, False),
+    ((4, ""), [(3, "h"), (5, "n")], False, (5, "n", ("c",)), False),
+    # each has its own: the second one ahead, for a liar is alone, and the only one is believed
+    ((3, "h"), [(4, "n"), (5, "m")], True, (4, "n", ("b",)), False),
+    ((3, "h"), [(4, "n"), (999, "x")], True, (4, "n", ("b",)), False),
+    ((4, "n"), [(3, "h"), (5, "m")], True, (5, "m", ("c",)), False),
+    ((5, "m"), [(4, "n"), (3, "h")], True, None, False),
+    # known later
+    ((3, "h"), [(5, ""), (5, "m")], True, None, False),
+    # two that go together may pass
+    ((5, "m"), [(4, "n"), (4, "n")], True, None, True),
+    ((5, "m"), [(4, "n"), (5, "")], True, None, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("own", "others", "stranded", "expected", "outnumbered"), STRANDED)
+def test_stranded(own: Any, others: Any, stranded: bool, expected: Any, outnumbered: bool) -> None:
+    seen = around(own, *others)
+    assert seen.stranded is stranded
+    assert refuge(seen) == (None if expected is None else Elsewhere(*expected))
+    assert seen.outnumbered is outnumbered
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["g", "h", "i"])), min_size=1, max_size=7)
 )
 def test_everybody_is_sent_to_one_place_in_the_end(peers: list[tuple[int, str]]) -> None:
-    """Peers that follow the rule, one after the other, come to have the same weights, or wait for
-    a second one at the newest epoch."""
+    """Peers that follow the rules, one after the other, come to have weights with which they can
+    go on: all the same, or all but one that is ahead and that they may pass."""
     states = [[f"p{number}", epoch, name] for number, (epoch, name) in enumerate(peers)]
     for _ in range(4 * len(states)):
         for one in states:
@@ -124,6 +178,8 @@ def test_everybody_is_sent_to_one_place_in_the_end(peers: list[tuple[int, str]])
                 [told(other[0], other[1], state_hash=other[2]) for other in states],
             )
             there = elsewhere(seen)
+            if there is None and seen.stranded:
+                there = refuge(seen)
             if there is not None:
                 assert there.epoch >= one[1]
                 assert there.donors
@@ -132,8 +188,10 @@ def test_everybody_is_sent_to_one_place_in_the_end(peers: list[tuple[int, str]])
     for _, epoch, name in states:
         by_epoch.setdefault(epoch, set()).add(name)
     assert all(len(names) == 1 for names in by_epoch.values())
-    below = sum(epoch < max(by_epoch) for _, epoch, _ in states)
-    assert not below or below >= len(states) - 1
+    assert len(by_epoch) <= 2
+    together = Counter(epoch for _, epoch, _ in states)
+    assert len(together) == 1 or together[max(together)] == 1
+    assert len(together) == 1 or together[min(together)] >= 2
 
 
 JUDGED = [
@@ -143,8 +201,12 @@ JUDGED = [
     ([member("a"), member("b", 3)], {}, False, "7 of 8 samples"),
     ([member("a"), member("b", epoch=4)], {}, False, "different epochs"),
     ([member("a"), member("b", weight=1.0)], {}, False, "5 of 8 samples"),
-    # samples with other weights do not count
-    ([member("a"), member("b"), member("c", 9, state_hash="x")], {}, True, "8 samples of 2 of 3"),
+    # a gradient of other weights is in no average that is applied, but none has no share in it;
+    # a last attempt takes it, and counts its samples not
+    ([member("a"), member("b"), member("c", 9, state_hash="x")], {}, False, "'c' has other"),
+    ([member("a"), member("b"), member("c", 0, state_hash="x")], {}, True, "8 samples of 2 of 3"),
+    ([member("a"), member("b", attempt=3), member("c", 9, state_hash="x")], {}, True,
+     "8 samples of 2 of 3"),
     # an auxiliary is neither a peer of the step nor of the vote
     ([member("a", 9), member("b", 9, role="auxiliary")], {}, False, "only 1 of 3 peers"),
     ([member("a", 9, attempt=3), member("x", 0, state_hash="", role="auxiliary")], {}, True,
@@ -158,6 +220,10 @@ JUDGED = [
     # one liar about the number of peers changes nothing
     ([member("a", active=3), member("b", active=3), member("c", active=10**9)], {}, True, "of 3"),
     ([member("a"), member("b", labels=[math.nan])], {}, False, "peer 'b' tells what no peer"),
+    # all divide by the labels of all
+    ([member("a"), member("b", labels=[1e300])], {}, False, "peer 'b' tells of labels that"),
+    ([member("a"), member("b"), member("c", labels=[600.0])], {}, False, "'c' tells of labels"),
+    ([member("a"), member("b"), member("c", labels=[400.0])], {}, True, "12 samples"),
     ([member("a"), member("b", labels=[1.0, 2.0])], {}, False, "peer 'b' tells what no peer"),
 ]  # fmt: skip
 
@@ -175,7 +241,8 @@ def test_peer_with_other_weights_is_told_so() -> None:
     members = [member("a", state_hash="x"), member("b"), member("c")]
     verdict = judge(round_of(*members), "a", needed=8, attempts=3, terms=1)
     assert (verdict.accepted, verdict.useless) == (False, True)
-    assert judge(round_of(*members), "b", needed=8, attempts=3, terms=1).accepted
+    other = judge(round_of(*members), "b", needed=8, attempts=3, terms=1)
+    assert (other.accepted, other.useless, other.short) == (False, False, False)
 
 
 @pytest.mark.parametrize(
@@ -193,6 +260,7 @@ def test_nonsense_is_seen(more: dict[str, Any]) -> None:
 def test_too_long() -> None:
     assert too_long(math.nan, [], 10)
     assert too_long(math.inf, [1.0] * 20, 10)
+    assert too_long(0.0, [], 10)
     assert not too_long(1e9, [1.0] * 7, 10)
     assert too_long(10.1, [1.0] * 8, 10)
     assert not too_long(9.9, [1.0] * 8, 10)

@@ -1,7 +1,7 @@
 """The guard: whom it lets in, how it learns of a new peer, that strangers cannot hold it up."""
 
+import asyncio
 import multiprocessing
-import threading
 import time
 from pathlib import Path
 
@@ -49,8 +49,38 @@ def test_a_new_peer_is_looked_up_while_it_asks(tmp_path: Path) -> None:
     assert guard.why_not(mine)
     published[mine] = made.issue("asha", mine)
     begun = time.monotonic()
-    assert guard.allowed(mine)
+    assert asyncio.run(guard.admit(mine))
     assert time.monotonic() - begun < 5.0
+    assert guard.allowed(mine)
+    guard.stop()
+
+
+def test_who_asks_without_waiting_has_its_answer_soon(tmp_path: Path) -> None:
+    made = authority(tmp_path / "a", users=("asha",))
+    published: dict[str, str] = {}
+    guard = TokenGuard(trust(made), lambda: published, wait_s=5.0, refresh_s=3600.0)
+    mine = peer(0).peer_id
+    guard.refresh()
+    assert not guard.allowed(mine)
+    published[mine] = made.issue("asha", mine)
+    deadline = time.monotonic() + 10.0  # an unknown peer woke the look-up, an hour before its time
+    while not guard.allowed(mine):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    guard.stop()
+
+
+def test_the_first_question_waits_for_the_first_look_up(tmp_path: Path) -> None:
+    made = authority(tmp_path / "a", users=("asha",))
+    mine = peer(0).peer_id
+    text = made.issue("asha", mine)
+
+    def fetch() -> dict[str, str]:
+        time.sleep(0.5)
+        return {mine: text}
+
+    guard = TokenGuard(trust(made), fetch, wait_s=20.0)
+    assert guard.allowed(mine)
     guard.stop()
 
 
@@ -105,14 +135,20 @@ def test_strangers_neither_hold_up_the_guard_nor_flood_the_dht(tmp_path: Path) -
 
     guard = TokenGuard(trust(made), fetch, wait_s=1.5, refresh_s=3600.0)
     guard.refresh()
-    threads = [threading.Thread(target=guard.allowed, args=(peer(1).peer_id,)) for _ in range(50)]
+
+    async def ask_often() -> list[bool]:
+        strangers = [asyncio.create_task(guard.admit(peer(1).peer_id)) for _ in range(50)]
+        longest = 0.0
+        while not all(task.done() for task in strangers):
+            begun = time.monotonic()
+            await asyncio.sleep(0.01)
+            assert guard.allowed(mine)
+            longest = max(longest, time.monotonic() - begun)
+        assert longest < 1.0, f"the event loop stood still for {longest:.1f} s"
+        return [task.result() for task in strangers]
+
     begun = time.monotonic()
-    for thread in threads:
-        thread.start()
-    assert guard.allowed(mine)
-    assert time.monotonic() - begun < 1.0
-    for thread in threads:
-        thread.join()
+    assert asyncio.run(ask_often()) == [False] * 50
     # Four wait for 1.5 s, the others are refused at once; the DHT is asked once a second.
     assert time.monotonic() - begun < 10.0
     assert len(calls) <= 2 + (time.monotonic() - begun) / 1.0 + 1
@@ -120,7 +156,7 @@ def test_strangers_neither_hold_up_the_guard_nor_flood_the_dht(tmp_path: Path) -
 
 
 def _ask(guard: TokenGuard, peer_id: str, told: "multiprocessing.connection.Connection") -> None:
-    told.send(guard.allowed(peer_id))
+    told.send(asyncio.run(guard.admit(peer_id)))
 
 
 def test_a_fork_looks_for_itself(tmp_path: Path) -> None:

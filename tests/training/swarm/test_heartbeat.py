@@ -86,6 +86,28 @@ def test_the_thread() -> None:
     assert len(told.announced) >= 3
 
 
+def test_the_thread_outlives_a_transport_that_fails_once() -> None:
+    class Failing(Told):
+        fails = 1
+
+        def announce(self, one: Announcement) -> None:
+            if self.announced and self.fails:
+                self.fails -= 1
+                raise RuntimeError("the DHT is busy")
+            super().announce(one)
+
+    told = Failing()
+    heartbeat = Heartbeat(told, every_s=0.02, longest_s=60.0)  # type: ignore[arg-type]
+    heartbeat.announce(SAID)
+    heartbeat.start()
+    until = time.monotonic() + 20
+    while len(told.announced) < 3 and time.monotonic() < until:
+        time.sleep(0.01)
+    heartbeat.leave()
+    assert told.fails == 0
+    assert len(told.announced) >= 3
+
+
 def test_all_else_is_the_transports() -> None:
     told = Told()
     heart = Heartbeat(told, every_s=5, longest_s=60)

@@ -31,6 +31,14 @@ def test_who_leaves_in_time_is_not_interrupted() -> None:
     assert stop.requested
 
 
+def test_the_first_signal_may_come_late() -> None:
+    with StopRequest() as stop, interrupted(stop):
+        disarm()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1.3)
+    assert stop.requested
+
+
 def test_a_signal_of_before() -> None:
     with StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGTERM)

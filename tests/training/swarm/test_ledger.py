@@ -104,13 +104,16 @@ def test_nobody_is_credited_more_than_its_speed_allows(
     }
 
 
-def test_the_cap_is_of_each_hour(ledger: Ledger, four: list[Identity]) -> None:
-    """An hour of presence without work buys nothing in the next."""
-    for minute in range(61):
-        ledger.see(RUN, four[0].peer_id, 1.0, START + 60 * minute)
-    for text in texts(four, [4000.0, 0.0], 1):
-        ledger.add(text, run=RUN, epoch=1, now=START + 3600)
-    assert ledger.standings(RUN)[0].samples == SLACK * 60
+def test_an_epoch_of_hours_is_credited_whole(ledger: Ledger, four: list[Identity]) -> None:
+    """Its receipts come at its end; the minutes before are not kept one by one."""
+    for minute in range(180):
+        ledger.see(RUN, four[0].peer_id, 10.0, START + 60 * minute)
+    for text in texts(four, [108_000.0, 0.0], 1):
+        ledger.add(text, run=RUN, epoch=1, now=START + 3 * 3600)
+    first = ledger.standings(RUN)[0]
+    assert (first.samples, first.hours) == (108_000.0, 3.0)
+    (kept,) = ledger._db.execute("SELECT count(*) FROM seen").fetchone()
+    assert kept <= 121
 
 
 @pytest.mark.parametrize("rate", [float("nan"), float("inf"), -1.0, 1e12])

@@ -195,6 +195,16 @@ def test_nothing_that_a_peer_says_breaks_the_links(gathered: list[Any]) -> None:
     assert sum(share_out(found, 1000)) == 1000
 
 
+@pytest.mark.parametrize("least", [5e-324, 1e-300, 1e-9])
+def test_a_rate_of_nothing_is_no_rate(least: float) -> None:
+    said = {"up_mbit": least, "down_mbit": least, "judged_s": 1e6, "down_seen_mbit": [least, 1e6]}
+    views = {"a": [least, 1e6], "b": [1e6, least], "c": [least, least]}
+    roles: list[tuple[str, Any]] = [("a", "node"), ("b", "node"), ("c", "node")]
+    found = links(roles, [said | {"seen_mbit": views}, {"up_mbit": 9.0, "seen_mbit": views}, {}])
+    assert all(link.up_mbit is None or link.up_mbit > 0 for link in found)
+    assert sum(share_out(found, 1000)) == 1000
+
+
 def test_the_word_of_a_peer_without_witnesses_stands() -> None:
     found = links([("a", "node"), ("b", "node")], [{"up_mbit": 30.0, "down_mbit": 40.0}, {}])
     assert found == [Link("a", "node", 30.0, 40.0), Link("b", "node")]

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import torch
+from hivemind.averaging.allreduce import AllreduceException
 from hivemind.compression import CompressionInfo
 from hivemind.p2p import PeerID
+from hivemind.proto import averaging_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 
+from training.swarm import reduction
 from training.swarm.codecs import codec
 from training.swarm.reduction import (
     Averaged,
+    ExactRunner,
+    Left,
     Limits,
     LinkUse,
     PartReducer,
     SenderFault,
+    to_leave_out,
     weighted_mean,
 )
 
@@ -27,14 +34,19 @@ WEIGHTS = {A: 1.0, B: 2.0, C: 5.0}
 
 
 def reducer(
-    *, name: str = "none", shapes: tuple[int, ...] = (4, 2), norm_cap: float | None = None
+    *,
+    name: str = "none",
+    shapes: tuple[int, ...] = (4, 2),
+    norm_cap: float | None = None,
+    encode: Any = None,
 ) -> PartReducer:
     compression = codec(name).compression
     return PartReducer(
         [torch.Size([length]) for length in shapes],
         [A, B, C],
         Limits(WEIGHTS, norm_cap, codec(name)),
-        lambda _, mean: compression.compress(mean, CompressionInfo.from_tensor(mean)),
+        encode or (lambda _, mean: compression.compress(mean, CompressionInfo.from_tensor(mean))),
+        C,
     )
 
 
@@ -78,6 +90,8 @@ BAD: dict[str, tuple[torch.Tensor, float, str]] = {
     "weight": (full(1.0), 200.0, "declared the weight 2 and sent 200"),
     "shape": (full(1.0, 1), 2.0, r"of the shape \(1,\)"),
     "norm": (full(60.0), 2.0, "norm above 100"),
+    "type": (full(1.0).long(), 2.0, "type torch.int64"),
+    "double": (full(1.0).double(), 2.0, "type torch.float64"),
 }
 
 
@@ -108,6 +122,42 @@ def test_the_norm_counts_over_all_parts_of_a_sender() -> None:
         assert all(isinstance(one, Averaged) for one in await give(target, 0, values))
         with pytest.raises(SenderFault, match="norm above 10"):
             await target.add(B, 1, full(4.0), 2.0)
+
+    asyncio.run(run())
+
+
+def test_what_the_reducer_cannot_do_is_its_own_fault() -> None:
+    def encode(number: int, mean: torch.Tensor) -> Any:
+        raise OSError("no memory")
+
+    async def run() -> None:
+        target = reducer(encode=encode)
+        done = await give(target, 0, {A: full(1.0), B: full(2.0), C: full(4.0)})
+        for one in done:
+            assert isinstance(one, SenderFault) and one.peer_id == C and not one.violation
+        assert target.finished.is_set() and target.fraction == 0.0
+        with pytest.raises(SenderFault, match="did not average part 0"):
+            await target.add(A, 1, full(1.0, 2), 1.0)
+
+    asyncio.run(run())
+
+
+def test_who_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 10.0
+    monkeypatch.setattr(reduction.time, "monotonic", lambda: now)
+
+    async def run() -> None:
+        nonlocal now
+        target = reducer()
+        for number, length in enumerate((4, 2)):
+            first = [target.add(peer, number, full(1.0, length), WEIGHTS[peer]) for peer in (C, A)]
+            waiting = [asyncio.ensure_future(one) for one in first]
+            await asyncio.sleep(0)
+            now += 3.0
+            await target.add(B, number, full(1.0, length), 2.0)
+            await asyncio.gather(*waiting)
+            now += 2.0  # the answers to C and A are on their way: waited for, from the next part on
+        assert target.waited_s == {C: 2.0, A: 2.0, B: 3.0 + 5.0}
 
     asyncio.run(run())
 
@@ -149,6 +199,66 @@ def test_no_parts_and_no_senders_are_done_at_once() -> None:
     asyncio.run(run())
 
 
+class Target:
+    """What a round is ended with."""
+
+    fault: SenderFault | None = None
+
+    def fail(self, fault: SenderFault) -> None:
+        self.fault = fault
+
+
+def judged(code: Any, accused: PeerID | None, target: Any = None) -> tuple[str, list[SenderFault]]:
+    """What a member says and notes when the reducer A answers so."""
+    runner = ExactRunner.__new__(ExactRunner)
+    runner.ordered_peer_ids, runner.faults = [A, B, C], []
+    runner.tensor_part_reducer = target
+    answer = averaging_pb2.AveragingData(
+        code=code, peer_id=b"" if accused is None else accused.to_bytes()
+    )
+    with pytest.raises(AllreduceException) as caught:
+        runner._check_answer(A, answer)
+    return str(caught.value), runner.faults
+
+
+def test_an_accusation_is_hearsay() -> None:
+    reason, (fault,) = judged(averaging_pb2.PROTOCOL_VIOLATION, B)
+    assert fault.peer_id == B and not fault.violation and f"as {A} says" in reason
+
+
+@pytest.mark.parametrize("code", [averaging_pb2.BAD_GROUP_ID, averaging_pb2.CANCELLED])
+def test_who_has_ended_a_broken_round_is_not_blamed(code: Any) -> None:
+    assert judged(code, None) == (f"{A} has ended the round already", [])
+
+
+@pytest.mark.parametrize("who", [A, B])
+def test_a_member_that_goes_away_says_so(who: PeerID) -> None:
+    async def answers() -> list[Any]:
+        return [one async for one in Left(who).rpc_aggregate_part(_nothing(), None)]  # type: ignore[arg-type]
+
+    (message,) = asyncio.run(answers())
+    target = Target()
+    _, (fault,) = judged(message.code, PeerID(message.peer_id), target)
+    assert fault.peer_id == who and fault.left and not fault.violation
+    assert fault.accuser == (None if who == A else A)  # A is who answered
+    assert target.fault is fault  # nobody waits for it
+
+
+async def _nothing() -> AsyncIterator[Any]:
+    for message in list[Any]():
+        yield message
+
+
+def test_of_two_that_accuse_each_other_one_is_left_out() -> None:
+    by_a = SenderFault(B, "failed, as A says", accuser=A)
+    by_b = SenderFault(A, "failed, as B says", accuser=B)
+    (one,) = to_leave_out([by_a, by_b])
+    assert one is max(by_a, by_b, key=lambda fault: fault.peer_id.to_base58())
+    assert to_leave_out([by_b, by_a]) == [one]
+    for alone in ([by_a], [by_b], [by_a, SenderFault(A, "sent nothing in time")]):
+        assert to_leave_out(alone) == alone
+
+
 weights = st.floats(0.01, 1e4)
 values = st.lists(st.floats(-1e6, 1e6, width=32), min_size=3, max_size=3)
 
@@ -168,8 +278,6 @@ def test_the_mean_is_that_of_exact_arithmetic(pairs: list[tuple[list[float], flo
 
 
 def test_link_use_is_bytes_over_the_time_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    from training.swarm import reduction
-
     clock = iter([10.0, 11.0, 14.0])
     monkeypatch.setattr(reduction.time, "monotonic", lambda: next(clock))
     link: Any = LinkUse()

@@ -124,9 +124,11 @@ def test_a_restarted_peer_remembers(tmp_path: Path) -> None:
     with pytest.raises(Untrusted, match="not signed by a key"):
         after.offer(first)
     # Without the file, the list of the new key alone is not believed.
+    (tmp_path / "a" / "keys" / f"{old}.pem").unlink()
+    gone = Authority.load(tmp_path / "a", clock=clock)
     stranger = Trust(made.run, publics, clock=clock)
     with pytest.raises(Untrusted, match="not signed by a key"):
-        stranger.offer(made.revocations())
+        stranger.offer(gone.revocations())
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b'{"sealed":"x"}', b'{"sealed":1}', b"\xff", b"[]"])
@@ -178,6 +180,23 @@ def test_a_poller_goes_on_until_it_is_stopped(tmp_path: Path) -> None:
     poller.stop()
     assert not poller._thread.is_alive()
     Poller(peers, []).stop()
+
+
+def test_who_was_away_while_keys_changed_comes_back_with_a_new_run_file(tmp_path: Path) -> None:
+    clock = Clock()
+    made = authority(tmp_path / "a", clock, users=("asha",))
+    (old,) = made.public_keys()
+    trust(made, clock, tmp_path / "trust.json").offer(made.revocations())
+    new = made.rotate()
+    clock.now += 3600
+    made.retire(old)
+    (tmp_path / "a" / "keys" / f"{old}.pem").unlink()
+    gone = Authority.load(tmp_path / "a", clock=clock)
+    # Its file names the old key only, its run file the new one.
+    back = trust(gone, clock, tmp_path / "trust.json")
+    assert list(back.current_keys()) == [new] and back.newest() is None
+    assert back.offer(gone.revocations())
+    assert back.check(gone.issue("asha", peer(0).peer_id), peer(0).peer_id).key == new
 
 
 def test_an_initial_key_that_is_none_is_told() -> None:

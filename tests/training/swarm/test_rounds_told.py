@@ -9,7 +9,7 @@ import pytest
 
 from tests.training.swarm.authorities import peer
 from tests.training.swarm.watched_runs import round_of
-from training.swarm import rounds_told
+from training.swarm import identity, rounds_told
 from training.swarm.rounds_told import Teller
 
 
@@ -28,6 +28,10 @@ class Store:
         self.expires = expiration_time
 
 
+def anybody(_: str) -> bool:
+    return True
+
+
 def told(count: int = 1) -> tuple[Store, str, str]:
     """What peer 0 has told of rounds with peer 1, and both ids."""
     store, own, other = Store(), peer(0), peer(1).peer_id
@@ -39,7 +43,7 @@ def told(count: int = 1) -> tuple[Store, str, str]:
 
 def test_what_is_told_is_heard() -> None:
     store, own, other = told()
-    (found,) = rounds_told.heard(store.records)
+    (found,) = rounds_told.heard(store.records, allowed=anybody)
     result = found.result()
     assert (found.receipt.signer, store.expires) == (own, 1600.0)
     assert (result.epoch, result.seconds, result.fraction, result.complete) == (0, 1.5, 1.0, True)
@@ -48,7 +52,22 @@ def test_what_is_told_is_heard() -> None:
 
 def test_the_last_eight_are_kept() -> None:
     store, _, _ = told(11)
-    assert [one.receipt.epoch for one in rounds_told.heard(store.records)] == list(range(3, 11))
+    assert [one.receipt.epoch for one in rounds_told.heard(store.records, allowed=anybody)] == list(
+        range(3, 11)
+    )
+
+
+def test_what_is_told_fits_into_one_write_of_a_pipe() -> None:
+    store, ids = Store(), {peer(0).peer_id: 1.0}
+    for number in range(39):
+        ids[identity.base58_of(b"\x12\x20" + bytes([number]) * 32)] = 1.0
+    teller = Teller(store, "run", peer(0))
+    for epoch in range(8):
+        teller.tell(round_of(epoch, ids), 1000.0)
+    (text,) = store.records.values()
+    assert len(text) < 12_288
+    epochs = [one.receipt.epoch for one in rounds_told.heard(store.records, allowed=anybody)]
+    assert epochs == list(range(8 - len(epochs), 8)) and len(epochs) > 1
 
 
 def test_a_round_alone_is_not_told() -> None:
@@ -62,7 +81,7 @@ def test_a_round_alone_is_not_told() -> None:
 
 def test_a_receipt_under_another_id() -> None:
     store, own, other = told()
-    assert list(rounds_told.heard({other: store.records[own]})) == []
+    assert list(rounds_told.heard({other: store.records[own]}, allowed=anybody)) == []
 
 
 @pytest.mark.parametrize(
@@ -71,12 +90,26 @@ def test_a_receipt_under_another_id() -> None:
      "x" * (1 << 18), '[{"receipt": "{}"}]'],
 )  # fmt: skip
 def test_what_is_none(text: object) -> None:
-    assert list(rounds_told.heard({"a": text})) == []
+    assert list(rounds_told.heard({"a": text}, allowed=anybody)) == []
 
 
-@pytest.mark.parametrize("seconds", ["NaN", "Infinity", '"1"', "null"])
+def test_nothing_is_read_of_who_takes_no_part() -> None:
+    store, own, other = told()
+    assert list(rounds_told.heard(store.records, allowed={other}.__contains__)) == []
+    assert len(list(rounds_told.heard(store.records, allowed={own}.__contains__))) == 1
+
+
+def test_brackets_without_end_do_not_stop_the_coordinator() -> None:
+    store, own, _ = told()
+    records = {"Qm": "[" * 100_000, own: store.records[own]}
+    assert [one.receipt.signer for one in rounds_told.heard(records, allowed=anybody)] == [own]
+
+
+@pytest.mark.parametrize(
+    "seconds", ["NaN", "Infinity", '"1"', "null", "true", "-1", "1" * 400, "1e300"]
+)
 def test_seconds_that_are_none(seconds: str) -> None:
     store, own, _ = told()
     (entry,) = json.loads(store.records[own])
     text = f'[{{"receipt": {json.dumps(entry["receipt"])}, "seconds": {seconds}}}]'
-    assert list(rounds_told.heard({own: text})) == []
+    assert list(rounds_told.heard({own: text}, allowed=anybody)) == []

@@ -119,7 +119,7 @@ def test_what_a_peer_may_change(authority: Authority) -> None:
     [
         ("tokenizer_sha256", "00" * 32, "the tokenizer has the SHA-256 '000000000000…'"),
         ("sources", [], "the crawls have manifests of SHA-256"),
-        ("domains", {"bn": 0.5, "hi": 0.5}, "the weights of the domains"),
+        ("domains", {"bn": 0.5, "hi": 0.5}, "the domains of the crawls are not those"),
         ("init_sha256", {"a": "b"}, "starts from other weights"),
     ],
 )
@@ -166,3 +166,31 @@ def test_a_coordinator_with_other_settings(authority: Authority) -> None:
     found = run_file.parse(authority.seal(run_file.KIND, {**body, "digest": "0" * 32}), "x")
     with pytest.raises(UserError, match="install the version that the coordinator runs"):
         run_file.joined(found, [])
+
+
+def test_a_weights_file_stands_in_it_by_what_it_says(authority: Authority, tmp_path: Path) -> None:
+    weights = tmp_path / "weights.json"
+    weights.write_text("{}")
+    given = recipe("data.weights=" + json.dumps(str(weights)))
+    shares = {"bn": 0.25, "en": 0.75}
+    found = run_file.make(authority, given, {**INPUTS, "domains": shares}, addresses=[ADDRESS])
+    assert str(tmp_path) not in found.sealed.decode()
+    assert run_file.joined(found, []).data.weights == shares
+    assert run_file.joined(found, ["data.manifests=['/other/crawl']"]).digest() == found.digest
+    nearly = {"bn": 0.25 * (1 + 1e-15), "en": 0.75}
+    run_file.check_inputs(found, {**INPUTS, "domains": nearly})
+    with pytest.raises(UserError, match="the domains of the crawls are not those of the run"):
+        run_file.check_inputs(found, {**INPUTS, "domains": {"bn": 0.3, "en": 0.7}})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("addresses", 5), ("addresses", [5]), ("issued", "x"), ("inputs", "{}"), ("inputs", "5"),
+     ("recipe", "[]"), ("recipe", "{"), ("service", None), ("run", 1)],
+)  # fmt: skip
+def test_a_signed_file_of_wrong_kinds_is_one_line(
+    authority: Authority, field: str, value: Any
+) -> None:
+    body = {**json.loads(made(authority).sealed)["body"], field: value}
+    with pytest.raises(UserError, match=r"is no (run file|address of a peer)"):
+        run_file.parse(authority.seal(run_file.KIND, body), "run.json")

@@ -43,6 +43,8 @@ with open(folder + "/pid.new", "w") as file:
 os.rename(folder + "/pid.new", folder + "/pid")
 if mode == "again":
     sys.exit(75 if count < 3 else 0)
+if mode.startswith("codes"):  # one a try
+    sys.exit(int(mode.split("-")[count]))
 if mode.startswith("exit"):
     sys.exit(int(mode[4:]))
 if mode == "crash":
@@ -54,21 +56,22 @@ open(folder + "/left", "w").close()
 SUPERVISOR = """
 import sys
 from training.swarm.supervisor import supervise
-script, mode, folder, grace = sys.argv[1:]
+script, mode, folder, grace, worked = sys.argv[1:]
 sys.exit(supervise([sys.executable, "-S", script, mode, folder], grace_s=float(grace), pause_s=0.1,
-                   say=lambda text: print(text, flush=True)))
+                   worked_s=float(worked), say=lambda text: print(text, flush=True)))
 """
 
 
 class Supervised:
     """A supervisor at work, and the group below it."""
 
-    def __init__(self, folder: Path, mode: str, grace_s: float) -> None:
+    def __init__(self, folder: Path, mode: str, grace_s: float, worked_s: float = 600) -> None:
         script = folder / "trainer.py"
         script.write_text(TRAINER)
         self.folder = folder
         self.process = subprocess.Popen(
-            [sys.executable, "-c", SUPERVISOR, str(script), mode, str(folder), str(grace_s)],
+            [sys.executable, "-c", SUPERVISOR, str(script), mode, str(folder), str(grace_s),
+             str(worked_s)],
             stdout=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
 
@@ -119,8 +122,8 @@ def test_a_closed_terminal_ends_the_group(folder: Path) -> None:
     group = running.group
     running.process.send_signal(signal.SIGHUP)
     code, _ = running.end()
-    assert code == 128 + signal.SIGHUP  # this trainer does not catch it
-    assert alive(group) == []
+    assert (code, alive(group)) == (0, [])
+    assert (folder / "left").exists()  # it is asked to leave as by SIGTERM
 
 
 def test_who_does_not_leave_is_ended(folder: Path) -> None:
@@ -178,3 +181,20 @@ def test_who_asks_for_it_is_started_anew(folder: Path) -> None:
     code, said = running.end()
     assert (code, said) == (0, "joining anew in 0 s\n" * 2)
     assert (folder / "runs").read_text() == "xxx"
+
+
+@pytest.mark.parametrize(
+    ("mode", "worked_s", "expected", "tries"),
+    [
+        ("codes-75-2-1-0", 600, 0, 4),  # what keeps out who had got in will pass
+        ("codes-75-2-0", 0, 2, 2),  # it had got in again: a new failure
+        ("codes-2-0", 600, 2, 1),  # it never got in
+        ("codes-75-139-0", 600, 139, 2),  # a crash is told
+    ],
+)
+def test_what_keeps_out_a_peer_that_is_started_anew(
+    mode: str, worked_s: float, expected: int, tries: int, folder: Path
+) -> None:
+    code, said = Supervised(folder, mode, 30, worked_s).end()
+    assert (code, len((folder / "runs").read_text())) == (expected, tries)
+    assert said.count("joining anew") == tries - 1

@@ -1,5 +1,6 @@
 """A peer's side: against the real service over HTTP and HTTPS, and against bad ones."""
 
+import contextlib
 import json
 import socket
 import threading
@@ -126,6 +127,29 @@ def test_a_slow_sender_does_not_hold_the_service_up(
             line.close()
 
 
+def test_half_requests_of_one_address_do_not_shut_out_the_others(
+    made: Authority, settings: ServiceSettings
+) -> None:
+    with running(made, settings) as url:
+        port = int(url.rsplit(":", 1)[1])
+        slow = [
+            socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.2", 0))
+            for _ in range(1100)
+        ]
+        for line in slow:
+            with contextlib.suppress(OSError):
+                line.sendall(b"GET /revoked HTT")
+        assert http_source(url)() is not None
+        # Those that were let in are cut off, since no request comes.
+        deadline = time.monotonic() + 60
+        for line in slow:
+            line.settimeout(max(0.1, deadline - time.monotonic()))
+            with contextlib.suppress(ConnectionError):
+                assert line.recv(1) == b""
+            line.close()
+        assert http_source(url)() is not None
+
+
 @pytest.mark.parametrize("url", ["", "ftp://x", "example.org", "https://", "http:///x"])
 def test_addresses_that_are_none(url: str) -> None:
     with pytest.raises(UserError, match=f"'{url}' is no address of a token service"):
@@ -222,6 +246,7 @@ def test_a_keeper_fetches_renews_and_learns_of_revocations(
     account = Account("", "asha", made.allow_add("asha"))
     peers, own = _trust(made, tmp_path / "trust.json"), TokenFile(tmp_path / "token")
     renewed: list[tokens.Token] = []
+    said: list[str] = []
     with running(made, replace(settings, token_life_s=3)) as url:
         keeper = TokenKeeper(
             peers,
@@ -229,6 +254,7 @@ def test_a_keeper_fetches_renews_and_learns_of_revocations(
             peer(0),
             replace(account, url=url),
             on_renewed=renewed.append,
+            say=said.append,
             policy=QUICK,
             poll_s=0.2,
         )
@@ -252,8 +278,32 @@ def test_a_keeper_fetches_renews_and_learns_of_revocations(
         while "user or credential is wrong" not in keeper.failure:
             assert time.monotonic() - begun < 20, f"no reason was told: '{keeper.failure}'"
             time.sleep(0.05)
+        assert len(said) == 1 and said[0].startswith("warning: no new token for this peer: ")
         keeper.stop()
         assert not keeper._thread.is_alive() and not keeper.poller._thread.is_alive()
+
+
+def test_a_token_that_follows_a_void_one_is_told_apart(
+    made: Authority, settings: ServiceSettings, tmp_path: Path
+) -> None:
+    """Others have forgotten a peer whose token was void: it must call them, not only publish."""
+    account = Account("", "asha", made.allow_add("asha"))
+    peers, own = _trust(made, tmp_path / "trust.json"), TokenFile(tmp_path / "token")
+    renewed: list[tokens.Token] = []
+    regained: list[tokens.Token] = []
+    with running(made, settings) as url:
+        keeper = TokenKeeper(
+            peers, own, peer(0), replace(account, url=url), on_renewed=renewed.append,
+            on_regained=regained.append, policy=QUICK,
+        )  # fmt: skip
+        keeper._renew()
+        assert (len(renewed), len(regained)) == (0, 1)
+        keeper._renew()
+        assert (len(renewed), len(regained)) == (1, 1)
+        made.revoke("asha")  # and the keeper hears of it with its next token only
+        keeper._renew()
+        assert (len(renewed), len(regained)) == (1, 2)
+        peers.check(own.text(), peer(0).peer_id)
 
 
 def test_an_offline_token_needs_no_service(tmp_path: Path) -> None:

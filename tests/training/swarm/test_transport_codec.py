@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from tests.training.swarm.real_peers import hub, tensors_of
+from tests.training.swarm.real_peers import Peer, hub, tensors_of
 from training.swarm.codecs import CODECS
 
+pytestmark = pytest.mark.peers
 
-@pytest.mark.xfail(reason="seen partial once beside a whole test run: issue 7", strict=False)
+ATTEMPTS = 4
+VALUES = (1.0, 3.0, 50.0)
+
+
+def rounds_until_whole(peers: list[Peer]) -> list[Any]:
+    """What each peer has of the first round that all three were in and that was whole.
+
+    No peer promises that the first one is: on a busy machine one comes late, or falls silent for
+    longer than the others wait. But then nobody may have taken anything of it.
+    """
+    told = []
+    for _ in range(ATTEMPTS):
+        for peer, value, weight in zip(peers, VALUES, (1.0, 3.0, 0.0), strict=True):
+            peer.begin("average", value, weight, 1, 20.0)
+        ends = [peer.end() for peer in peers]
+        results = [result for result, _ in ends]
+        if all(one is not None and one.complete and len(one.members) == 3 for one in results):
+            return ends
+        told.append(results)
+        for value, (result, tensors) in zip(VALUES, ends, strict=True):
+            if result is None or not result.complete:
+                assert tensors[0].tobytes() == tensors_of(value)[0].numpy().tobytes()
+    raise AssertionError(f"no whole round of all three: {told}")
+
+
 def test_all_hold_the_same_bits_after_an_8_bit_round(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
@@ -22,9 +49,7 @@ def test_all_hold_the_same_bits_after_an_8_bit_round(
             client.begin_start(auxiliary.addresses, codec="uniform8", role="client")
         for client in (first, second):
             client.end_start()
-        for peer, value, weight in zip(peers, (1.0, 3.0, 50.0), (1.0, 3.0, 7.0), strict=True):
-            peer.begin("average", value, weight, 1, 20.0)
-        (one, ours), (two, theirs), (helped, untouched) = (peer.end() for peer in peers)
+        (one, ours), (two, theirs), (helped, untouched) = rounds_until_whole(peers)
     for result in (one, two, helped):
         assert result.complete and result.fraction == 1.0
         assert sorted(member.weight for member in result.members) == [0.0, 1.0, 3.0]

@@ -174,7 +174,10 @@ def batches(peers: Sequence[ToyPeer]) -> dict[int, list[int]]:
 
 
 def alone(
-    learner: Any, batches: Mapping[int, Sequence[int]], expected: Sequence[float] = ()
+    learner: Any,
+    batches: Mapping[int, Sequence[int]],
+    expected: Sequence[float] = (),
+    after: Callable[[int], None] = lambda epoch: None,
 ) -> list[Tensor]:
     """Weights of one process after a step with each of `batches`, torch's own clipping and LAMB."""
     parameters = list(learner.network.parameters())
@@ -190,4 +193,5 @@ def alone(
             group["lr"] = rate(epoch)
         optimiser.step()
         optimiser.zero_grad()
+        after(epoch)
     return [parameter.detach() for parameter in parameters]

@@ -84,13 +84,13 @@ const peers = new Table(at("peers-table"), [
 ], { key: (peer) => peer.peer_id, empty: "No peer is heard.", caption: "Peers now", limit: 25, cards: true, state: (peer) => (peer.active ? "" : "gone") });
 
 const leaders = new Table(at("leaders-table"), [
-  { title: "Contributor", kind: "name", fill: (cell, row) => named(cell, row.colour, row.label, row.owner.startsWith("peer ") ? shortId(row.owner.slice(5)) : "", `${counted(row.rounds, "round")}, ${decimal(row.hours, 1)} h`) },
+  { title: "Contributor", kind: "name", fill: (cell, row) => named(cell, row.colour, row.label, row.owner.startsWith("peer ") ? shortId(row.owner.slice(5)) : "", `${counted(row.rounds, "round")}, ${duration(row.hours * 3600)}`) },
   { title: "Samples", kind: "number", text: (row) => whole.format(row.samples) },
   { title: "Share", kind: "number", fill: (cell, row) => shareCell(cell, row.part) },
 ], { key: (row) => row.owner, empty: "Nobody has finished an epoch yet.", caption: "Leaderboard", limit: 10 });
 
 const checkpoints = new Table(at("checkpoints-table"), [
-  { title: "Epoch", text: (row) => whole.format(row.epoch) },
+  { title: "Epoch", labelled: true, text: (row) => whole.format(row.epoch) },
   { title: "Written", text: (row) => when(row.time) },
   { title: "Agreed", text: (row) => `${row.votes} of ${row.active} peers` },
   { title: "Size", kind: "number", text: (row) => bytes(row.bytes) },
@@ -117,7 +117,9 @@ function showProgress() {
   const planned = run.epochs === null ? "" : ` of ${whole.format(run.epochs)}`;
   const done = progress.target ? progress.samples / progress.target : 0;
   set("progress-title", `Epoch ${whole.format(epoch)}${planned}`);
-  set("progress-text", `${whole.format(progress.samples)} of ${whole.format(progress.target)} samples (${percent(Math.min(done, 1))})`);
+  const over = status.finished !== null;
+  at("track").hidden = over; // no batch is gathered any more
+  set("progress-text", over ? "finished" : `${whole.format(progress.samples)} of ${whole.format(progress.target)} samples (${percent(Math.min(done, 1))})`);
   const full = Math.max(progress.target, progress.samples, 1);
   const parts = Object.entries(progress.by_colour).sort(([a], [b]) => (a === OTHERS) - (b === OTHERS) || a - b);
   const track = at("track");
@@ -129,7 +131,7 @@ function showProgress() {
     part.style.width = `${((samples / full) * 100).toFixed(2)}%`;
   });
   let left = "";
-  if (status.finished !== null) left = `Finished ${ago(status.finished)}.`;
+  if (over) left = `Finished ${ago(status.finished)}.`;
   else if (done >= 1) left = "The batch is full: the peers average.";
   else if (progress.left_s !== null) left = `About ${duration(progress.left_s)} until the batch is full.`;
   if (status.epoch_s !== null) left += ` The last epochs took ${duration(status.epoch_s)} each.`;
@@ -145,13 +147,16 @@ function showTiles() {
   const count = roles.node + roles.client + roles.auxiliary;
   const kinds = [[roles.node, "node"], [roles.client, "client"]].filter(([n]) => n).map(([n, word]) => `${n} ${word}${n === 1 ? "" : "s"}`);
   if (roles.auxiliary) kinds.push(`${roles.auxiliary} auxiliary`);
+  const over = status.finished !== null;
   const speed = status.measured_rate === null ? "" : `${decimal(status.measured_rate, 1)} with averaging`;
   const fraction = status.fraction === null ? "none yet" : percent(status.fraction);
   const tiles = [
     tile("Loss", status.loss === null ? "none yet" : decimal(status.loss, 4), status.last_epoch === null ? "" : `epoch ${whole.format(status.last_epoch)}`),
-    tile("Peers", whole.format(count), kinds.join(", "), count ? "" : "bad"),
-    tile("Samples/s", decimal(status.rate, 1), speed),
-    tile("Averaged", fraction, "of the last epoch's gradients", status.fraction !== null && status.fraction < 1 ? "bad" : ""),
+    tile("Peers", whole.format(count), kinds.join(", "), count || over ? "" : "bad"),
+    over
+      ? tile("Samples/s", decimal(status.measured_rate, 1) || "none", "in the last epochs")
+      : tile("Samples/s", decimal(status.rate, 1), speed),
+    tile("Averaged", fraction, status.fraction === null ? "" : "of the last epoch's gradients", status.fraction !== null && status.fraction < 1 ? "bad" : ""),
     tile("Samples", whole.format(status.samples), `in ${whole.format(status.epochs_seen)} epochs`),
     tile("Last epoch", status.ended === null ? "none yet" : ago(status.ended), run.epochs && status.epoch_s && !status.finished ? `${duration(Math.max(0, run.epochs - status.epoch) * status.epoch_s)} to the end` : ""),
   ];
@@ -188,7 +193,7 @@ function showStatus() {
   if (run.parameters) about.push(parameters(run.parameters));
   about.push(`${whole.format(run.target_batch)} samples an epoch`);
   if (run.recipe_digest) about.push(`recipe ${run.recipe_digest.slice(0, 12)}`);
-  if (status.began !== null) about.push(`running for ${duration((status.finished ?? now()) - status.began)}`);
+  if (status.began !== null) about.push(`${status.finished === null ? "running" : "ran"} for ${duration((status.finished ?? now()) - status.began)}`);
   set("about", about.join(" · "));
   showAlarms();
   showProgress();
@@ -197,7 +202,8 @@ function showStatus() {
   const notes = [];
   if (status.peers_left_out) notes.push(`${whole.format(status.peers_left_out)} more are not shown.`);
   if (status.refused) notes.push(`${status.refused} announcements were refused: their numbers cannot be.`);
-  notes.push("Share of work: samples of the last 20 epochs. Averages: the part of the numbers that a peer averages for all.");
+  if (status.peers.length) notes.push("Share of work: samples of the last 20 epochs.");
+  if (status.peers.some((peer) => peer.part !== null)) notes.push("Averages: the part of the numbers that a peer averages for all.");
   set("peers-note", notes.join(" "));
 }
 

@@ -5,6 +5,7 @@ import { element } from "./charts.js";
 
 export class Table {
   // columns: {title, kind, text(row), fill(cell, row)?, state(row)?}; the first heads its row.
+  // labelled: the heading of a row needs its column's title on a narrow screen, too.
   // limit: rows that are shown at first. cards: on a narrow screen a row is a block of its own.
   constructor(host, columns, { key, empty, caption, limit, cards = false, state = () => "" }) {
     Object.assign(this, { columns, key, state, limit });
@@ -57,6 +58,13 @@ export class Table {
     });
     for (const [key, line] of this.rows) if (!kept.has(key)) line.remove();
     this.rows = kept;
+    // A column of which nothing is known in this run only takes room.
+    const [head] = this.table.tHead.rows;
+    this.columns.forEach((column, number) => {
+      const lines = [...kept.values()];
+      const hidden = lines.length > 0 && lines.every((line) => line.cells[number].textContent === "");
+      for (const line of [head, ...lines]) line.cells[number].hidden = hidden;
+    });
   }
 
   make() {
@@ -64,8 +72,8 @@ export class Table {
     line.setAttribute("role", "row");
     this.columns.forEach((column, number) => {
       const cell = element(number ? "td" : "th");
-      if (number) cell.dataset.label = column.title;
-      else cell.scope = "row";
+      if (number || column.labelled) cell.dataset.label = column.title;
+      if (!number) cell.scope = "row";
       cell.setAttribute("role", number ? "cell" : "rowheader");
       line.append(cell);
     });
