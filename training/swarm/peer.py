@@ -45,7 +45,6 @@ from training.swarm.leaving import Leave, interrupted
 from training.swarm.membership import Membership, Say, membership
 from training.swarm.optimiser import Applied, CollaborativeOptimiser
 from training.swarm.recipe import SwarmRecipe
-from training.swarm.rounds import rss_bytes
 from training.swarm.rounds_told import Teller
 from training.swarm.run_file import RunFile
 from training.swarm.state import NoState
@@ -360,14 +359,8 @@ class _Peer:
             said = [one for one in self._others() if one.peer.peer_id == self.coordinator]
             if not said or (said[0].epoch >= self.optimiser.epoch and said[0].state_hash):
                 return
-            optimiser = self.optimiser
-            self.transport.announce(
-                Announcement(
-                    optimiser.peer, optimiser.epoch, 0, 0.0, optimiser.state_hash, time.time(),
-                    None, rss_bytes(),
-                )
-            )  # fmt: skip
-            time.sleep(max(self.recipe.collaboration.look_s, self.recipe.collaboration.announce_s))
+            self.optimiser.linger()
+            time.sleep(self.recipe.collaboration.look_s)
 
     def _summary(self, status: str) -> dict[str, Any]:
         progress = self.progress

@@ -376,6 +376,7 @@ def test_the_bound_is_above_the_trace(family: str, more: list[str]) -> None:
         assert memory.total < most_bytes(recipe, VOCAB)
 
 
+@pytest.mark.slow  # half a minute
 def test_seventy_billion_parameters_take_no_memory() -> None:
     program = """
 import resource

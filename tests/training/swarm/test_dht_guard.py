@@ -66,9 +66,9 @@ def test_peers_learn_of_each_other_and_of_revocations(tmp_path: Path) -> None:
         assert source() == trusts[0].sealed()
         poller = Poller(trusts[1], [revocation.dht_source(dhts[1], RUN)])
         # The DHT process of the first refuses the second from now on, within the half second in
-        # which it looks at its file; so the second may not learn the list from it.
+        # which it looks at its file. Whether the list was stored at the second before that is
+        # chance.
         time.sleep(1.0)
-        assert not poller.poll()
         with pytest.raises(Untrusted, match="the user 'bina' was revoked"):
             guard.publish(dhts[0], trusts[0], owns[1], ids[1])
         # With a new token it is back; hivemind would not have asked the first again by itself.

@@ -10,7 +10,7 @@ import pytest
 from tests.training.swarm.real_peers import Peer, hub, tensors_of
 from training.swarm.codecs import CODECS
 
-pytestmark = pytest.mark.peers
+pytestmark = [pytest.mark.peers, pytest.mark.slow]
 
 ATTEMPTS = 4
 VALUES = (1.0, 3.0, 50.0)

@@ -146,13 +146,12 @@ class ToyPeer:
             if applied is not None:
                 self.applied.append(applied)
             self.hashes[own.epoch] = own.state_hash
-        # The others may still have to take this step, or to download what came of it.
+        # The others may still have to download what came of the last step.
         until = self.world.now + self.linger_s
         while self.world.now < until:
-            applied = own.step()
-            if applied is not None:
-                self.applied.append(applied)
+            own.linger()
             self.world.sleep(1.0)
+        assert own.epoch == self.steps  # whatever was gathered beside the last round
         self.hashes[own.epoch] = own.state_hash
 
     def state(self) -> bytes:
