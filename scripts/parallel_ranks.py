@@ -34,6 +34,7 @@ from training.parallel.chain import Chain, run_chain
 from training.parallel.pipeline import Pipeline
 from training.parallel.schedules import SCHEDULES
 from training.parallel.units import Cut, Profile
+from training.strategy import let_go
 
 WARMUP_STEPS = 1
 """After the first step, whose loss is noted."""
@@ -133,6 +134,7 @@ def _rank(
         if rank == 0:
             files.write_atomic(place.answer, json.dumps(found))
     finally:
+        let_go()
         dist.destroy_process_group()
 
 

@@ -94,7 +94,9 @@ def train(
         run = _Run(recipe, prepared, settled, stop, learning, quiet=quiet)
         if reason:
             run.live.say(reason)
-        return run.run()
+        summary = run.run()
+        del run  # what it holds ends before the process group
+        return summary
 
 
 @dataclass

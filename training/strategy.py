@@ -23,7 +23,9 @@ microbatch (a rank without examples runs an empty one).
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -49,6 +51,8 @@ from training.together import distributed
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """A rank may wait so long for another: the slowest one may be reading a remote shard."""
+_LAST_WORK_S = 0.05
+"""So long gloo's threads have to drop what the last collective held."""
 _BLOCKS = {"LlamaDecoderLayer", "AlbertLayerGroup"}
 _SHARDED_BLOCKS = {"LlamaDecoderLayer"}
 """ALBERT's one layer runs many times in a pass: on its own it would be gathered each time."""
@@ -138,7 +142,20 @@ def placed(run: Run) -> Iterator[Placement]:
     try:
         yield Placement(rank, ranks, device, strategy, copies)
     finally:
+        let_go()
         torch.distributed.destroy_process_group()
+
+
+def let_go() -> None:
+    """Let what uses the process group end before it.
+
+    A group is torn down by whoever drops it last, and who does that waits for gloo's threads with
+    Python's lock in hand. A thread that has just ended a collective may still want that lock, to
+    drop what the collective held: then the process hangs for ever (seen with DDP). So objects of
+    the run go first, and the threads get a moment of the lock.
+    """
+    gc.collect()
+    time.sleep(_LAST_WORK_S)
 
 
 def _store() -> PrefixStore:
