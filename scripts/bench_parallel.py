@@ -21,18 +21,15 @@ of it takes some 6 minutes on two idle cores.
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from models import files
-from models.errors import UserError
 from scripts import parallel_cuts, parallel_peer, parallel_tables
-from scripts.bench_peers import RunFailed
+from scripts.bench_parts import Part, run_parts
 from scripts.parallel_cuts import MICROBATCHES, RANKS
 from scripts.parallel_ranks import Case, Measured, measure
 from scripts.parallel_tables import PeerRow
@@ -43,9 +40,6 @@ MODELS = ("A", "B")
 _PEER_MODEL = "A"
 _PEER_METHODS = ("uniform", "parameters")
 _SLEEP_STEPS, _REAL_STEPS, _BUBBLE_STEPS, _PEER_STEPS, _PEER_ROUNDS = 5, 12, 4, 6, 3
-
-Part = tuple[str, list[str], Any]
-"""Table, lines of targets, figures for JSON."""
 
 
 def cuts(work: Path) -> Part:
@@ -132,25 +126,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", metavar="FILE", help="write all figures there, as JSON")
     parsed = parser.parse_args(arguments)
     work = Path(parsed.work).resolve()
-    figures: dict[str, Any] = {}
-    good = True
-    for name in dict.fromkeys(parsed.parts):
-        title, part = PARTS[name]
-        print(f"bench_parallel: {name}", file=sys.stderr)
-        try:
-            table, targets, figures[name] = part(work)
-        except UserError as error:
-            print(f"bench_parallel: {error}", file=sys.stderr)
-            return 2
-        except RunFailed as error:
-            table, targets, figures[name] = f"not run: {error}", [], {"failed": str(error)}
-            good = False
-        print("\n\n".join(filter(None, [f"## {title}", table, "\n".join(targets)])), flush=True)
-        print()
-        good = good and not any(line.startswith("- missed") for line in targets)
-    if parsed.output:
-        files.write_atomic(parsed.output, json.dumps(figures, indent=1) + "\n")
-    return 0 if good else 1
+    chosen = {
+        name: (PARTS[name][0], functools.partial(PARTS[name][1], work))
+        for name in dict.fromkeys(parsed.parts)
+    }
+    return run_parts("bench_parallel", chosen, parsed.output)
 
 
 if __name__ == "__main__":

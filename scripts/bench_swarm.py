@@ -17,23 +17,18 @@ minutes. Without root, or a kernel with namespaces, `links` says so and is left 
 from __future__ import annotations
 
 import argparse
-import json
-import os
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from models import files
-from models.errors import UserError
 from scripts import swarm_bench_tables
-from scripts.bench_peers import RunFailed
+from scripts.bench_parts import Part, run_parts
 from scripts.swarm_bench_links import (
     ADAPTIVE_ROUNDS,
     EQUAL_ROUNDS,
     PARAMETERS,
-    NotPermitted,
     link_rounds,
 )
 from scripts.swarm_bench_orders import TENSORS
@@ -42,9 +37,6 @@ from scripts.swarm_bench_share import hidden, share_rows
 from scripts.swarm_bench_soak import EVERY_S, Soak
 from training.swarm.codecs import LONG_VALUES
 from training.swarm.transport import TransportSettings
-
-Part = tuple[str, list[str], Any]
-"""Table, lines of targets, figures for JSON."""
 
 
 def allreduce(work: Path, given: argparse.Namespace) -> Part:
@@ -153,27 +145,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the parts. Exit code 1 for a missed target or a part that failed, 2 for a mistake."""
     given = _parser().parse_args(arguments)
     work = Path(given.work).resolve()
-    figures: dict[str, Any] = {}
-    good = True
-    for name in dict.fromkeys(given.parts):
-        title, part = PARTS[name]
-        print(f"bench_swarm: {name} (load {os.getloadavg()[0]:.1f})", file=sys.stderr)
-        try:
-            table, targets, figures[name] = part(work, given)
-        except UserError as error:
-            print(f"bench_swarm: {error}", file=sys.stderr)
-            return 2
-        except NotPermitted as error:
-            table, targets, figures[name] = f"skipped: {error}", [], {"skipped": str(error)}
-        except RunFailed as error:
-            table, targets, figures[name] = f"not run: {error}", [], {"failed": str(error)}
-            good = False
-        print("\n\n".join(filter(None, [f"## {title}", table, "\n".join(targets)])), flush=True)
-        print()
-        good = good and not any(line.startswith("- missed") for line in targets)
-    if given.output:
-        files.write_atomic(given.output, json.dumps(figures, indent=1) + "\n")
-    return 0 if good else 1
+    chosen = {
+        name: (PARTS[name][0], functools.partial(PARTS[name][1], work, given))
+        for name in dict.fromkeys(given.parts)
+    }
+    return run_parts("bench_swarm", chosen, given.output)
 
 
 if __name__ == "__main__":

@@ -205,9 +205,10 @@ def swarm(arguments: argparse.Namespace) -> int:
 
     example: gristmill swarm join https://swarm.example.org --user alice --credential alice.key
     """
-    from scripts.swarm_command import COMMANDS
+    from scripts import swarm_command, swarm_inspection
 
-    return COMMANDS[arguments.action](arguments)
+    commands = swarm_command.COMMANDS | swarm_inspection.COMMANDS
+    return commands[arguments.action](arguments)
 
 
 def evaluate(arguments: argparse.Namespace) -> int:

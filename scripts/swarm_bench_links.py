@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scripts.bench_parts import NotPermitted
 from scripts.swarm_bench_peers import PeerRound, one_round, reopen, started
 
 MBIT = (200, 50, 20)
@@ -33,10 +34,6 @@ _SETTINGS: dict[str, Any] = {
     "allreduce_timeout_s": 90.0,
 }  # fmt: skip
 _SEARCH_S = 30.0
-
-
-class NotPermitted(Exception):
-    """This user, or this kernel, makes no such links; its message is one line."""
 
 
 @dataclass(frozen=True)

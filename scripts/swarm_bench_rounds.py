@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from scripts.swarm_bench_peers import PeerRound, one_round, reopen, started
+from training.swarm.sizing import CODEC_BYTES
 
-CODECS = ("none", "float16", "scaled-float16", "uniform8", "quantile8")
+CODECS = tuple(CODEC_BYTES)
 SIZES = (1_000_000, 18_105_474)
 """The second one: parameters of sahajBERT's ALBERT."""
 COUNTS = (2, 4)
-BYTES = {"none": 4, "float16": 2, "scaled-float16": 2, "uniform8": 1, "quantile8": 1}
-"""Of a number, without the headers and tables that each part has."""
 _MATCHMAKING_S = 1.0
 _SEARCH_S = 20.0
 
@@ -49,7 +48,7 @@ class RoundRow:
     @property
     def formula_bytes(self) -> float:
         """2 (n - 1) / n vectors, whatever the shares are: the mean of all peers."""
-        return 2 * (self.peers - 1) / self.peers * self.parameters * BYTES[self.codec]
+        return 2 * (self.peers - 1) / self.peers * self.parameters * CODEC_BYTES[self.codec]
 
 
 def round_rows(

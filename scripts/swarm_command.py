@@ -1,4 +1,4 @@
-"""`gristmill swarm`: size a run, start it, join it, check the machine, see how it stands, let in.
+"""`gristmill swarm`: start a run, join it, let peers in.
 
 `start` and `join` run twice: as the supervisor of a process group, which is what the user calls,
 and in that group as the process that does the work (`scripts.swarm_process`, with `_INSIDE` in its
@@ -23,12 +23,10 @@ from scripts.train_command import overrides_of
 if TYPE_CHECKING:
     from training.swarm.recipe import SwarmRecipe
     from training.swarm.run_file import RunFile
-    from training.swarm.sizing import Design
     from training.swarm.token_client import Account
 
 _INSIDE = "GRISTMILL_SWARM_INSIDE"
-_EXIT_FAULT = 1
-_TIMEOUT_S = 15.0
+TIMEOUT_S = 15.0
 _NO_FOLDER = "no output folder: give --output DIR, or output.directory in the recipe"
 
 
@@ -47,7 +45,7 @@ def start(arguments: argparse.Namespace) -> int:
     from training.swarm.coordinator import Doors, coordinate  # noqa: PLC0415
 
     doors = Doors(
-        _path(arguments.certificate), _path(arguments.private_key), arguments.behind_proxy
+        path_of(arguments.certificate), path_of(arguments.private_key), arguments.behind_proxy
     )
     summary = coordinate(recipe, doors, say=_say)
     if "exit_code" not in summary:
@@ -66,13 +64,13 @@ def join(arguments: argparse.Namespace) -> int:
         run = run_file.parse((folder / run_file.FILE).read_bytes(), str(folder))
         return _joined(run, arguments)
     run = _run_of(arguments, folder)
-    recipe = run_file.joined(run, _own_overrides(arguments))
+    recipe = run_file.joined(run, own_overrides(arguments))
     if not recipe.data.manifests:
         raise UserError("no data: name the run's mined crawls with --data DIR")
     if recipe.swarm.authorisation:
         _check_entry(run, arguments, folder)
     if not recipe.model.tokenizer:
-        _fetch_tokenizer(run, folder, _path(arguments.ca_file))
+        _fetch_tokenizer(run, folder, path_of(arguments.ca_file))
         arguments.tokenizer = str(folder / "tokenizer")
     run.write(folder / run_file.FILE)
     options = ("user", "credential", "token", "ca_file", "role", "name", "port", "up", "down")
@@ -80,45 +78,6 @@ def join(arguments: argparse.Namespace) -> int:
     if arguments.announce:
         words += ["--announce", *arguments.announce]
     return _supervised(words, arguments)
-
-
-def doctor(arguments: argparse.Namespace) -> int:
-    """Check this machine; 1 where something would keep it out."""
-    from training.swarm import doctor as checks  # noqa: PLC0415
-    from training.swarm import run_file  # noqa: PLC0415
-
-    ca_file = _path(arguments.ca_file)
-    run = run_file.read(arguments.place, pinned=arguments.authority, ca_file=ca_file)
-    recipe = run_file.joined(run, _own_overrides(arguments))
-    peer, found = recipe.peer, []
-    tests: list[Callable[[], checks.Check]] = [
-        checks.versions,
-        checks.daemon,
-        lambda: checks.codec(recipe.swarm.codec),
-        lambda: checks.shared_memory(checks.shared_bytes(_parameters(recipe))),
-        lambda: checks.clock(run.service, ca_file),
-        lambda: checks.entrances(run.addresses),
-        lambda: checks.port(peer.host, peer.port, run.service, peer.role, ca_file),
-        lambda: checks.bandwidth(
-            run.service, up_mbit=peer.up_mbit, down_mbit=peer.down_mbit, ca_file=ca_file
-        ),
-        lambda: _inputs(run, recipe),
-    ]
-    for test in tests:
-        found.append(test())
-        if not arguments.json:
-            print(found[-1].line(), flush=True)
-    if arguments.json:
-        print(json.dumps([one.to_json() for one in found]))
-    return _EXIT_FAULT if checks.worst(found) == "failed" else 0
-
-
-def status(arguments: argparse.Namespace) -> int:
-    """How a run stands."""
-    place = arguments.place
-    found = _status_of_url(place) if "://" in place else _status_of_folder(Path(place))
-    print(json.dumps(found, ensure_ascii=False) if arguments.json else _status_text(found))
-    return 0
 
 
 def allow(arguments: argparse.Namespace) -> int:
@@ -161,31 +120,9 @@ def token(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def size(arguments: argparse.Namespace) -> int:
-    """What an epoch of a recipe costs with given peers, and what to change."""
-    from training.swarm import sizing  # noqa: PLC0415
-    from training.swarm.recipe import load_recipe  # noqa: PLC0415
-
-    peers = sizing.machines(arguments.peers)
-    tokenizer = arguments.tokenizer
-    chosen = [f"model.tokenizer={json.dumps(tokenizer)}"] if tokenizer else []
-    recipe = load_recipe(arguments.recipe, [*arguments.set, *chosen])
-    design = _design(recipe)
-    found = sizing.size(design, peers)
-    if arguments.json:
-        print(json.dumps({"parameters": design.parameters, "peers": len(peers)} | found.to_json()))
-    else:
-        print(f"{recipe.name}: {design.mode}, {design.parameters:,} parameters, {design.codec}")
-        print(sizing.table(found, peers))
-    return 0
-
-
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "start": start,
     "join": join,
-    "size": size,
-    "doctor": doctor,
-    "status": status,
     "allow": allow,
     "token": token,
 }
@@ -212,7 +149,7 @@ def _joined(run: RunFile, arguments: argparse.Namespace) -> int:
     from training.swarm import run_file  # noqa: PLC0415
     from training.swarm.peer import run_peer  # noqa: PLC0415
 
-    recipe = run_file.joined(run, _own_overrides(arguments))
+    recipe = run_file.joined(run, own_overrides(arguments))
     account = _account(run, arguments) if recipe.swarm.authorisation else None
     summary = run_peer(recipe, run, account, say=_say)
     if "exit_code" not in summary:
@@ -231,7 +168,7 @@ def _run_of(arguments: argparse.Namespace, folder: Path) -> RunFile:
     try:
         run = run_file.read(
             arguments.place, pinned=arguments.authority, known=known,
-            ca_file=_path(arguments.ca_file),
+            ca_file=path_of(arguments.ca_file),
         )  # fmt: skip
     except Fault as error:
         if known is None:
@@ -246,7 +183,7 @@ def _run_of(arguments: argparse.Namespace, folder: Path) -> RunFile:
     return run
 
 
-def _own_overrides(arguments: argparse.Namespace) -> list[str]:
+def own_overrides(arguments: argparse.Namespace) -> list[str]:
     """What the options of a peer say, as overrides of the recipe."""
     found = overrides_of(arguments)
     pairs = {"role": "role", "name": "name", "port": "port", "announce": "announce",
@@ -295,7 +232,7 @@ def _account(run: RunFile, arguments: argparse.Namespace) -> Account | None:
             "and give --token FILE"
         )
     credential = keys.read_secret(Path(arguments.credential)).decode(errors="replace").strip()
-    return Account(run.service, arguments.user, credential, _path(arguments.ca_file))
+    return Account(run.service, arguments.user, credential, path_of(arguments.ca_file))
 
 
 def _fetch_tokenizer(run: RunFile, folder: Path, ca_file: Path | None) -> None:
@@ -312,7 +249,7 @@ def _fetch_tokenizer(run: RunFile, folder: Path, ca_file: Path | None) -> None:
         raise UserError("no tokenizer: give the run's with --tokenizer DIR")
     url = f"{run.service}/tokenizer.json"
     try:
-        answer = requests.get(url, timeout=_TIMEOUT_S, verify=str(ca_file) if ca_file else True)
+        answer = requests.get(url, timeout=TIMEOUT_S, verify=str(ca_file) if ca_file else True)
         answer.raise_for_status()
     except requests.RequestException as error:
         raise Fault(f"'{url}' does not give the tokenizer: {type(error).__name__}") from error
@@ -341,112 +278,6 @@ def _dry_run(recipe: SwarmRecipe, *, as_json: bool) -> int:
     return 0
 
 
-def _design(recipe: SwarmRecipe) -> Design:
-    """What the sizing helper needs of a recipe."""
-    from training.swarm.epoch_plan import plan_of  # noqa: PLC0415
-    from training.swarm.sizing import CODEC_BYTES, Design  # noqa: PLC0415
-
-    settings, diloco = recipe.settings(), recipe.collaboration.diloco
-    plan = plan_of(recipe, _vocabulary(recipe))
-    parameters, codec = int(plan["parameters"]), recipe.swarm.codec
-    return Design(
-        parameters=parameters, codec=codec, mode=settings.mode,
-        target_batch=settings.target_batch, microbatch=recipe.batch.microbatch,
-        matchmaking_s=recipe.swarm.matchmaking_s, epochs=recipe.schedule.steps,
-        vectors=int(plan["round_bytes"]) // (parameters * CODEC_BYTES[codec]),
-        local_steps=diloco.local_steps, local_batch=diloco.local_batch or 1,
-        patience_s=diloco.patience_s, allreduce_limit_s=recipe.swarm.allreduce_s,
-        download_limit_s=settings.download_timeout_s,
-    )  # fmt: skip
-
-
-# Doctor
-
-
-def _vocabulary(recipe: SwarmRecipe) -> int:
-    """Of the tokenizer where one is given."""
-    from models.tokenizer import load_tokenizer  # noqa: PLC0415
-    from training.swarm.epoch_plan import DEFAULT_VOCABULARY  # noqa: PLC0415
-
-    tokenizer = recipe.model.tokenizer
-    return load_tokenizer(tokenizer).get_vocab_size() if tokenizer else DEFAULT_VOCABULARY
-
-
-def _parameters(recipe: SwarmRecipe) -> int:
-    """Of the network; with the vocabulary of the tokenizer where one is given."""
-    from training.swarm.epoch_plan import parameters_of  # noqa: PLC0415
-
-    return parameters_of(recipe, _vocabulary(recipe))
-
-
-def _inputs(run: RunFile, recipe: SwarmRecipe) -> Any:
-    from training.prepare import prepare  # noqa: PLC0415
-    from training.swarm import run_file  # noqa: PLC0415
-    from training.swarm.doctor import Check  # noqa: PLC0415
-
-    if not recipe.data.manifests or not recipe.model.tokenizer or not recipe.output.directory:
-        return Check("inputs", "skipped", "give --data, --tokenizer and --output to check them")
-    try:
-        run_file.check_inputs(run, prepare(recipe).identity)
-    except UserError as error:
-        return Check("inputs", "failed", str(error))
-    return Check("inputs", "ok", "crawls and tokenizer are those of the run")
-
-
-# Status
-
-
-def _status_of_url(url: str) -> dict[str, Any]:
-    import requests  # noqa: PLC0415
-
-    address = f"{url.rstrip('/')}/status.json"
-    try:
-        answer = requests.get(address, timeout=_TIMEOUT_S, allow_redirects=False)
-    except requests.RequestException as error:
-        raise UserError(
-            f"'{address}' does not answer ({type(error).__name__}): give the URL of the page that "
-            "`gristmill swarm start` shows"
-        ) from error
-    try:
-        found = answer.json() if answer.status_code == 200 else None
-    except ValueError:
-        found = None
-    if not isinstance(found, dict) or "progress" not in found:
-        raise UserError(
-            f"'{address}' is no page of a swarm (HTTP {answer.status_code}): give the URL of the "
-            "page that `gristmill swarm start` shows"
-        )
-    return found
-
-
-def _status_of_folder(folder: Path) -> dict[str, Any]:
-    from training.swarm.metrics_store import FILE, MetricsStore  # noqa: PLC0415
-    from training.swarm.views import Views  # noqa: PLC0415
-
-    with MetricsStore(folder / FILE, read_only=True) as store:
-        return Views(store).status(time.time())
-
-
-def _status_text(found: dict[str, Any]) -> str:
-    run, progress = found["run"], found["progress"]
-    epochs = run.get("epochs")
-    of = f" of {epochs:,}" if epochs else ""
-    lines = [f"run '{run.get('name')}'{', finished' if found.get('finished') else ''}: epoch "
-             f"{found['epoch'] or 0:,}{of}, {progress['samples']:,} of {progress['target']:,} "
-             f"samples gathered, {found['rate']:,.1f} samples/s"]  # fmt: skip
-    if found["loss"] is not None:
-        lines.append(f"loss {found['loss']:.3f} after {found['samples']:,} samples")
-    for peer in found["peers"]:
-        if peer["active"]:
-            lines.append(f"  {peer['name']:<32}{peer['role']:<11}epoch {peer['epoch']:>7,}"
-                         f"{peer['rate']:>9,.1f} samples/s  {peer['device']}")  # fmt: skip
-    lines += [f"{alarm['level']}: {alarm['text']}" for alarm in found["alarms"]]
-    return "\n".join(lines)
-
-
-# All
-
-
 def _authority(folder: str) -> Any:
     from training.swarm.authority import Authority  # noqa: PLC0415
 
@@ -468,7 +299,7 @@ def _options(arguments: argparse.Namespace, *names: str) -> list[str]:
     return words
 
 
-def _path(text: str | None) -> Path | None:
+def path_of(text: str | None) -> Path | None:
     return None if text is None else Path(text)
 
 

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from scripts import bench_swarm, swarm_bench_links, swarm_bench_soak, swarm_bench_tables
+from scripts.bench_parts import NotPermitted
 from scripts.bench_peers import RunFailed
-from scripts.swarm_bench_links import LinkRound, LinksFound, NotPermitted, link_round, medians
+from scripts.swarm_bench_links import LinkRound, LinksFound, link_round, medians
 from scripts.swarm_bench_orders import sizes
 from scripts.swarm_bench_peers import PeerRound, end_group, group_of, last_line
 from scripts.swarm_bench_processes import TrainerProcess, anonymous_bytes, anonymous_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import training.strategy
 from models.errors import UserError
@@ -209,3 +211,20 @@ def test_shards_never_have_the_whole_network_on_the_device(
     monkeypatch.setattr(Objective, "to", whole)
     curve({"family": "decoder", "strategy": strategy, "examples": 1, "microbatch": 1, "steps": 1})
     assert moved == ["LlamaDecoderLayer", "LlamaDecoderLayer", "Objective"]
+
+
+def test_what_a_run_holds_ends_before_its_process_group(
+    crawl: Place, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DDP dropped last would tear the group down, and may hang at it (`let_go`)."""
+    left: list[object] = []
+    end = torch.distributed.destroy_process_group
+
+    def destroy() -> None:
+        left.extend(one for one in gc.get_objects() if type(one) is DistributedDataParallel)
+        end()
+
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", destroy)
+    recipe = load_recipe("demo", _sets(crawl, folder / "ends", "run.strategy=ddp"))
+    assert loop.train(recipe, quiet=True)["status"] == "finished"
+    assert left == []

@@ -9,9 +9,9 @@ from transformers import AlbertForPreTraining, LlamaForCausalLM
 
 from training.networks import network_config
 from training.swarm.recipe import SwarmRecipe
+from training.swarm.sizing import CODEC_BYTES
 
 DEFAULT_VOCABULARY = 32_000
-_BYTES = {"none": 4, "float16": 2, "scaled-float16": 2, "uniform8": 1, "quantile8": 1}
 
 
 def parameters_of(recipe: SwarmRecipe, vocabulary: int) -> int:
@@ -39,6 +39,6 @@ def plan_of(recipe: SwarmRecipe, vocabulary: int) -> dict[str, int | str]:
         "epochs": recipe.schedule.steps,
         "mode": settings.mode,
         "samples_of_an_epoch": local if settings.mode == "diloco" else settings.target_batch,
-        "round_bytes": parameters * vectors * _BYTES[recipe.swarm.codec],
+        "round_bytes": parameters * vectors * CODEC_BYTES[recipe.swarm.codec],
         "shortest_useful_epoch_s": str(3 * recipe.swarm.matchmaking_s),
     }

@@ -72,7 +72,6 @@ class Progress:
 
     epochs: int = 0
     samples: int = 0
-    seconds: float = 0.0
     began: float = field(default_factory=time.monotonic)
 
 
@@ -322,8 +321,6 @@ class _Peer:
         if now - self._met_at < _MEET_S:
             return
         self._met_at = now
-        # Again and again: hivemind stores nothing anew when those who kept it go.
-        self.member.show(self.dht, self.say)
         heard = {one.peer.peer_id for one in self._others()}
         if heard:
             self._heard_at, self._asked_again = now, False

@@ -25,8 +25,9 @@ class Swarm(Section):
     """How the peers find and reach each other; the same for all of them."""
 
     codec: Codec = Field(
-        "float16", description="form in which gradients travel: none (4 bytes a number), float16 "
-        "and scaled-float16 (2 bytes), uniform8 and quantile8 (1 byte)"
+        "scaled-float16", description="form in which gradients travel: none (4 bytes a number), "
+        "float16 (2 bytes; numbers below 6e-5 lose digits, those below 3e-8 all) and "
+        "scaled-float16 (2 bytes), uniform8 and quantile8 (1 byte)"
     )  # fmt: skip
     matchmaking_s: float = Field(
         5.0, gt=0, le=120, description="a group gathers for so long; an epoch should take at "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,14 +18,6 @@ from training.swarm.revocation import Trust
 
 pytestmark = pytest.mark.peers
 STEPS = 18
-
-
-@pytest.fixture
-def commands(tmp_path: Path) -> Iterator[Commands]:
-    found = Commands(tmp_path)
-    yield found
-    for name in list(found.running):
-        found.kill(name)
 
 
 def rows(path: Path, query: str) -> list[tuple[int, ...]]:

@@ -1,12 +1,13 @@
 """A swarm against one process that takes the same steps: two nodes and a client over hivemind.
 
-`sync` is the same as one process with the whole batch, but for what float16 takes away on the way.
-How much that may be: each number of a gradient is rounded twice, by its sender and, as the mean, by
-the reducer, each time by at most 2**-11 of it. LAMB's step follows the gradient number by number,
-so the steps are off by at most 2**-10 of their length, and the loss, to first order, by as much of
-what all steps together have changed of it. Numbers below 2**-14 lose more, up to 2**-25 each, which
-this leaves out: what makes up for it is that roundings go both ways, so that in truth all of it
-together is some hundred times less. A microbatch that is missing in each epoch changes far more.
+`sync` is the same as one process with the whole batch, but for what 16 bits take away on the way.
+How much that may be: each number of a gradient, in units of its tensor's spread, is rounded twice,
+by its sender and, as the mean, by the reducer, each time by at most 2**-11 of it. LAMB's step
+follows the gradient number by number, so the steps are off by at most 2**-10 of their length, and
+the loss, to first order, by as much of what all steps together have changed of it. Numbers below
+2**-14 of the spread lose more, up to 2**-25 of it each, which this leaves out: what makes up for it
+is that roundings go both ways, so that in truth all of it together is some hundred times less. A
+microbatch that is missing in each epoch changes far more.
 
 `delayed` takes each step with gradients of weights that are up to one step older, so it is held to
 a band of what one process gains. So is `diloco`, beside the same algorithm in one process: peers
@@ -50,7 +51,7 @@ ROUNDING = 2.0**-10
 DELAYED_BAND = 0.15
 DILOCO_BAND = 0.05
 """Parts of what one process gains."""
-OPTIONS = {"codec": "float16", "announcement_s": 20.0}
+OPTIONS = {"codec": "scaled-float16", "announcement_s": 20.0}
 SETTINGS = {
     "min_peers": 3,
     "start_wait_s": 120.0,

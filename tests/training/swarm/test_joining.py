@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,14 +21,6 @@ from training.swarm.supervisor import alive
 
 pytestmark = pytest.mark.peers
 STEPS = 20
-
-
-@pytest.fixture
-def commands(tmp_path: Path) -> Iterator[Commands]:
-    found = Commands(tmp_path)
-    yield found
-    for name in list(found.running):
-        found.kill(name)
 
 
 def test_a_run(commands: Commands, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

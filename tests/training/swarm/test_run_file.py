@@ -95,7 +95,7 @@ def test_another_run_in_the_same_folder(authority: Authority, tmp_path: Path) ->
         ("schedule.steps=7000", "schedule.steps = '7000' is '200' in the run 'sahajbert-small'"),
         ("collaboration.diloco.outer_momentum=0.5", "means nothing in mode = 'sync'"),
         ("collaboration.labels_per_sample=[1.0, 1.0]", "collaboration.labels_per_sample = '[1.0"),
-        ("swarm.codec=none", "swarm.codec = 'none' is 'float16'"),
+        ("swarm.codec=none", "swarm.codec = 'none' is 'scaled-float16'"),
         ("name=mine", "name = 'mine' is 'sahajbert-small'"),
         ("data.seed=4", "data.seed = '4' is '0'"),
     ],
