@@ -135,7 +135,7 @@ def test_adaptive_rounds_count_from_where_the_shares_stay() -> None:
     assert found.equal_s() == (6.0, 6.0, 6.1)
     assert found.adaptive_s() == (4.5, 4.5, 4.6)
     lines = swarm_bench_tables.links_table(found).split("\n")
-    assert lines[0].startswith("5,000,000 parameters, float16, parts of 128 KiB")
+    assert lines[0].startswith("5,000,000 parameters, float16, parts of at most 128 KiB")
     assert lines[4] == "| 200 | 6.00 | 4.50 | -25.0% | 0.500 | 42.0 |"
     assert lines[5].endswith("| nobody knows |")
     assert lines[8] == (

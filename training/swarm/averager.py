@@ -37,6 +37,7 @@ from hivemind.utils import MPFuture, get_dht_time
 
 from training.swarm.codecs import Codec
 from training.swarm.following import follow_parent
+from training.swarm.pacing import part_bytes
 from training.swarm.rates import links
 from training.swarm.reduction import ExactRunner, Left, Limits, to_leave_out
 from training.swarm.shares import Link, share_out
@@ -87,6 +88,7 @@ class RoundReport:
     links: tuple[Link, ...]
     shares: tuple[int, ...]
     waited_s: Mapping[str, float]
+    reducing_s: float
 
 
 @dataclass(frozen=True)
@@ -239,8 +241,9 @@ class RoundAverager(DecentralizedAverager):  # type: ignore[misc]
         group_links = tuple(links(roles, [m.gathered for m in members]))
         shares = share_out(group_links, self.total_size)
         runner, outputs = await self._run_allreduce_inplace_(
-            self._averaged_tensors, group_info, members=members, shares=shares
-        )
+            self._averaged_tensors, group_info, members=members, shares=shares,
+            part_bytes=part_bytes(group_links, self.settings.part_bytes),
+        )  # fmt: skip
         self._leave_out(runner, epoch)
         fraction = runner.fraction if outputs is not None else 0.0
         complete = fraction == 1.0 and runner.tensor_part_reducer.fault is None
@@ -259,7 +262,8 @@ class RoundAverager(DecentralizedAverager):  # type: ignore[misc]
             complete=complete,
         )
         waited = {peer.to_base58(): seconds for peer, seconds in runner.waited_s.items()}
-        return RoundReport(result, group_links, shares, waited)
+        reducing_s = runner.tensor_part_reducer.reducing_s
+        return RoundReport(result, group_links, shares, waited, reducing_s)
 
     async def _go_away(self, group: GroupInfo) -> None:
         """Tell the others that this peer is not in `group`, so that they need not wait for it."""
@@ -291,6 +295,7 @@ class RoundAverager(DecentralizedAverager):  # type: ignore[misc]
         *,
         members: Sequence[Member],
         shares: Sequence[int],
+        part_bytes: int,
     ) -> tuple[ExactRunner, list[torch.Tensor] | None]:
         """Run the round; the averages, or None when the time was over. `tensors` stay."""
         weights = {
@@ -308,7 +313,7 @@ class RoundAverager(DecentralizedAverager):  # type: ignore[misc]
             modes=tuple(_MODES[member.gathered["role"]] for member in members),
             weight=weights[self.peer_id],
             compression=self.settings.codec.compression,
-            part_size_bytes=self.settings.part_bytes,
+            part_size_bytes=part_bytes,
             prefetch=_PREFETCH,
             sender_timeout=self.settings.sender_timeout_s,
             reducer_timeout=2 * self.settings.sender_timeout_s,

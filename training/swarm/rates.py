@@ -2,8 +2,9 @@
 
 All streams of a round end together: what a peer moved in it, by its seconds, says how fast the
 slowest link was, and of all others only that they are not slower. So a reducer measures for how
-long it stood waiting for each sender. Waited for through half of the round, a sender sets the
-pace, and what it sent is the rate of its link; of another nothing is concluded.
+long it stood waiting for each sender. Waited for through half of the time in which its own parts
+were reduced, a sender sets the pace, and what it sent is the rate of its link; of another nothing
+is concluded. A reducer that was done with its parts early concludes nothing about anybody.
 
 Each peer tells its group (`LinkRates.gathered`) its own word and what it saw of the others.
 `links` makes one figure of each peer's link of that: the same at every member, since all have the
@@ -33,6 +34,8 @@ PRIOR_S = 1.0
 PROBE = 2.0
 """What an undeclared link that nobody waited for is taken for, as a multiple of what it carried."""
 _SETS_PACE = 0.5
+_DONE_EARLY = 0.3
+"""Of the round: a reducer that needed less saw too little of it."""
 _SHORTEST_S = 0.05
 """A shorter round measures the latency and the processors, not the links."""
 _LEAST, _MOST_MBIT = 1e-3, 1e6
@@ -45,7 +48,8 @@ class SeenRound:
 
     `shares` as `share_out` gave them for `links`; `vector_bytes`: of the whole vector after the
     codec; `seconds`: of the all-reduce, without matchmaking; `waited_s`: for how long this member,
-    as a reducer, stood waiting for the pieces of each sender.
+    as a reducer, stood waiting for the pieces of each sender; `reducing_s`: from its first piece to
+    its last finished part.
     """
 
     links: Sequence[Link]
@@ -53,6 +57,7 @@ class SeenRound:
     vector_bytes: float
     seconds: float
     waited_s: Mapping[str, float] = field(default_factory=dict)
+    reducing_s: float = 0.0
 
 
 class _Fading:
@@ -127,7 +132,9 @@ class LinkRates:
             self._judge(seen, mbit_s, now)
 
     def _can_judge(self, seen: SeenRound) -> bool:
-        """A reducer of half an equal share has all its senders on the line through the round."""
+        """A reducer of half an equal share has all its senders on the line for long enough."""
+        if seen.reducing_s < _DONE_EARLY * seen.seconds:
+            return False
         reducers = sum(link.role != "client" for link in seen.links)
         own = sum(s for link, s in zip(seen.links, seen.shares, strict=True) if self._is_me(link))
         return 2 * own * reducers >= sum(seen.shares)
@@ -142,7 +149,8 @@ class LinkRates:
             for link in seen.links
             if link.role != "auxiliary" and not self._is_me(link)
         ]
-        slow = {one for one in senders if seen.waited_s.get(one, 0.0) >= _SETS_PACE * seen.seconds}
+        enough_s = _SETS_PACE * seen.reducing_s
+        slow = {one for one in senders if seen.waited_s.get(one, 0.0) >= enough_s}
         own_line = len(senders) > 1 and len(slow) == len(senders)
         _learn(self._down, mbit_s[self._me], seen.seconds, now, sets_pace=own_line)
         if own_line:

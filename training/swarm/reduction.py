@@ -30,6 +30,7 @@ from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils.asyncio import achain, aiter_with_timeout, amap_in_executor, anext, as_aiter
 
 from training.swarm.codecs import Codec
+from training.swarm.pacing import Pace
 
 
 class SenderFault(AllreduceException):  # type: ignore[misc]
@@ -152,7 +153,10 @@ class PartReducer:
 
         A sender whose line is full of the answers to it is waited for, too.
         """
+        self.reducing_s = 0.0
+        """From the first piece to the last finished part."""
         self._since: float | None = None
+        self._began: float | None = None
         self._shapes, self._limits, self._encode = tuple(shapes), limits, encode
         self._order = sorted(senders, key=PeerID.to_base58)
         self._squares = dict.fromkeys(senders, 0.0)
@@ -174,7 +178,8 @@ class PartReducer:
             raise self.fault
         self._check(sender, number, part, weight)
         now = time.monotonic()
-        self._since = now if self._since is None else self._since
+        if self._since is None:
+            self._since = self._began = now
         self.waited_s[sender] += now - self._since
         self.received[sender] += 1
         self._parts[sender] = part
@@ -219,6 +224,7 @@ class PartReducer:
             return
         self._done += 1
         self._since = time.monotonic()
+        self.reducing_s = self._since - (self._began or self._since)
         self._turn = loop.create_future()
         if self._done == self.num_parts:
             self.finished.set()
@@ -279,6 +285,7 @@ class ExactRunner(AllReduceRunner):  # type: ignore[misc]
         ]
         self.wire_types = limits.codec.wire_types
         self.links = {peer: LinkUse() for peer in self.ordered_peer_ids if peer != self.peer_id}
+        self._paces = {peer: Pace() for peer in self.links}
         self.faults: list[SenderFault] = []
         """Members that failed: seen here, or named by a reducer that stopped."""
         self._streams: set[PeerID] = set()
@@ -367,6 +374,7 @@ class ExactRunner(AllReduceRunner):  # type: ignore[misc]
             if not bool(torch.isfinite(part).all()):
                 raise AllreduceException(f"the average of part {number} is not finite")
             self.tensor_part_container.register_processed_part(index, number, part)
+            self._paces[peer_id].answered()
             number += 1
         if number != len(self.shapes[index]):
             raise AllreduceException(f"{number} of {len(self.shapes[index])} parts came back")
@@ -396,9 +404,13 @@ class ExactRunner(AllReduceRunner):  # type: ignore[misc]
     async def _generate_input_for_peer(
         self, peer_index: int
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
-        link = self.links[self.ordered_peer_ids[peer_index]]
+        peer_id = self.ordered_peer_ids[peer_index]
+        link, pace = self.links[peer_id], self._paces[peer_id]
         async for message in super()._generate_input_for_peer(peer_index):
-            link.count(sent=message.ByteSize())
+            await pace.room()
+            size = message.ByteSize()
+            pace.sent(size)
+            link.count(sent=size)
             yield message
 
     # This peer as a reducer.

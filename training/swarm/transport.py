@@ -66,6 +66,7 @@ class TransportSettings:
     norm_cap: float | None = None
     """The largest Euclidean norm of one peer's tensors that reducers accept."""
     part_bytes: int = 1 << 19
+    """The largest part of a round (`pacing.part_bytes`): on slow links they are smaller."""
     announcement_s: float = 60.0
     """An announcement is forgotten after so long."""
 
@@ -335,6 +336,7 @@ class SwarmTransport:
             self._vector_bytes,
             report.result.seconds,
             report.waited_s,
+            report.reducing_s,
         )
         self._rates.observe(seen, time.monotonic())
 

@@ -47,7 +47,7 @@ class Swarm:
                 for m, other in enumerate(self.true)
                 if m != n and other.role != "auxiliary" and shares[n]
             }
-            seen = SeenRound(found, shares, VECTOR_BYTES, seconds, waited)
+            seen = SeenRound(found, shares, VECTOR_BYTES, seconds, waited, seconds)
             self.rates[link.peer_id].observe(seen, self.now)
         return seconds
 
@@ -150,7 +150,9 @@ def test_figures_of_one_round() -> None:
     """(1 + f) 320 Mbit in 40 s, f = 1/2 of b and c, and c waited for through 30 s of them."""
     group = [Link("a", "node"), Link("b", "node"), Link("c", "client")]
     rates = LinkRates("a", up_mbit=None, down_mbit=5.0)
-    seen = SeenRound(group, (10_000_000, 10_000_000, 0), VECTOR_BYTES, 40.0, {"b": 5.0, "c": 30.0})
+    seen = SeenRound(
+        group, (10_000_000, 10_000_000, 0), VECTOR_BYTES, 40.0, {"b": 5.0, "c": 30.0}, 38.0
+    )
     rates.observe(seen, 100.0)
     assert rates.gathered(100.0) == {
         "up_mbit": PROBE * 12.0,  # it carried 1.5 x 320 / 40 and nobody is known to have waited
@@ -166,7 +168,7 @@ def test_figures_of_one_round() -> None:
 def test_a_round_of_milliseconds_teaches_nothing() -> None:
     rates = LinkRates("a", 5.0, 5.0)
     group = [Link("a", "node"), Link("b", "node")]
-    rates.observe(SeenRound(group, (1, 1), 1e9, 0.01, {"b": 0.01}), 1.0)
+    rates.observe(SeenRound(group, (1, 1), 1e9, 0.01, {"b": 0.01}, 0.01), 1.0)
     assert rates.gathered(1.0)["up_mbit"] == 5.0
     assert rates.gathered(1.0)["seen_mbit"] == {}
 
@@ -175,9 +177,23 @@ def test_a_reducer_of_little_does_not_judge() -> None:
     """Its piece of a sender is here in the first second; then it hears nothing of the round."""
     group = [Link("a", "node"), Link("b", "node"), Link("c", "node")]
     rates = LinkRates("a", 5.0, 5.0)
-    rates.observe(SeenRound(group, (2, 49, 49), 1e6, 10.0, {"b": 9.0, "c": 9.0}), 10.0)
+    rates.observe(SeenRound(group, (2, 49, 49), 1e6, 10.0, {"b": 9.0, "c": 9.0}, 9.0), 10.0)
     assert rates.gathered(10.0)["seen_mbit"] == {}
     assert rates.gathered(10.0)["judged_s"] == 0.0
+
+
+@pytest.mark.parametrize(("reducing_s", "judges"), [(3.4, True), (1.5, False)])
+def test_waiting_counts_by_the_time_of_reducing(reducing_s: float, judges: bool) -> None:
+    """As measured on links of 200, 50 and 20 Mbit/s: done after 3.4 of 5.7 s, it had waited for
+    the slow one through 3.0 of them. One that was done at once has seen too little."""
+    group = [Link("a", "node"), Link("b", "node"), Link("c", "node")]
+    rates = LinkRates("a")
+    waited = {"b": 0.03 * reducing_s, "c": 0.9 * reducing_s}
+    rates.observe(SeenRound(group, (1, 1, 1), 1e7, 5.7, waited, reducing_s), 10.0)
+    slow_mbit = 4 / 3 * 80 / 5.7
+    assert rates.gathered(10.0)["seen_mbit"] == (
+        {"c": [pytest.approx(slow_mbit, abs=0.001), 5.7]} if judges else {}
+    )
 
 
 json_values = st.recursive(

@@ -158,6 +158,7 @@ def test_who_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
             await asyncio.gather(*waiting)
             now += 2.0  # the answers to C and A are on their way: waited for, from the next part on
         assert target.waited_s == {C: 2.0, A: 2.0, B: 3.0 + 5.0}
+        assert target.reducing_s == 3.0 + 2.0 + 3.0
 
     asyncio.run(run())
 
