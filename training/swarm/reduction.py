@@ -16,6 +16,7 @@ All members send and receive at the same time, those without a share too.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -364,18 +365,26 @@ class ExactRunner(AllReduceRunner):  # type: ignore[misc]
                 raise AllreduceException("its average is in another codec or type")
             return decoded
 
-        async for part in amap_in_executor(
+        answers = amap_in_executor(
             decode,
             aiter_with_timeout(stream, self.reducer_timeout),
             max_prefetch=self.tensor_part_container.prefetch,
-        ):
-            if number >= len(self.shapes[index]) or part.shape != self.shapes[index][number]:
-                raise AllreduceException(f"part {number} has the shape {tuple(part.shape)}")
-            if not bool(torch.isfinite(part).all()):
-                raise AllreduceException(f"the average of part {number} is not finite")
-            self.tensor_part_container.register_processed_part(index, number, part)
-            self._paces[peer_id].answered()
-            number += 1
+        )
+        try:
+            async for part in answers:
+                if number >= len(self.shapes[index]) or part.shape != self.shapes[index][number]:
+                    raise AllreduceException(f"part {number} has the shape {tuple(part.shape)}")
+                if not bool(torch.isfinite(part).all()):
+                    raise AllreduceException(f"the average of part {number} is not finite")
+                self.tensor_part_container.register_processed_part(index, number, part)
+                self._paces[peer_id].answered()
+                number += 1
+                if number == len(self.shapes[index]):
+                    break
+        finally:  # the reducer waits for it (`until_hung_up`)
+            await answers.aclose()
+            with contextlib.suppress(Exception):
+                await stream.aclose()
         if number != len(self.shapes[index]):
             raise AllreduceException(f"{number} of {len(self.shapes[index])} parts came back")
 

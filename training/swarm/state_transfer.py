@@ -120,10 +120,10 @@ async def receive(
                 if not copy.accept_digests(Digests.from_json(value)):
                     raise CorruptDonor("its digests are not those of the state")
                 told = True
-                continue
-            data = message.tensor_part.buffer
-            if not copy.accept_chunk(data):
+            elif not copy.accept_chunk(message.tensor_part.buffer):
                 raise CorruptDonor(f"chunk {copy.chunks} is corrupt")
+            if copy.complete:
+                break
     except DonorFailed:
         raise
     except TimeoutError as error:
