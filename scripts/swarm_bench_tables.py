@@ -84,7 +84,8 @@ def links_table(found: LinksFound) -> str:
     rounds = ", ".join(f"{max(one.seconds):.2f}" for one in found.adaptive)
     learned = found.learned_after
     return (
-        f"{found.parameters:,} parameters, float16, parts of at most {found.part_bytes // 1024} KiB; "
+        f"{found.parameters:,} parameters, float16, parts of at most "
+        f"{found.part_bytes // 1024} KiB; "
         f"medians of {len(found.equal)} rounds with equal shares and of the adaptive ones after "
         "the rates were learned.\n\n"
         + markdown(heads, cells)
