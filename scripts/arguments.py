@@ -335,8 +335,9 @@ def _swarm_peer(action: argparse.ArgumentParser) -> None:
     action.add_argument("--authority", nargs="+", default=[], metavar="KEY",
                         help="public keys, one of which must have signed the run file")  # fmt: skip
     action.add_argument("--ca-file", metavar="PEM", help="certificates that HTTPS trusts")
-    action.add_argument("--role", choices=["node", "client"],
-                        help="client: behind a firewall, others cannot connect (node)")  # fmt: skip
+    action.add_argument("--role", choices=["node", "client", "auxiliary"],
+                        help="client: behind a firewall, others cannot connect; auxiliary: reduces "
+                        "for the others, without --data (node)")  # fmt: skip
     action.add_argument("--name", metavar="NAME", help="shown to the others; short for peer.name")
     action.add_argument("--port", type=_positive, metavar="N", help="short for peer.port")
     action.add_argument("--announce", nargs="+", metavar="ADDRESS",

@@ -65,7 +65,7 @@ def join(arguments: argparse.Namespace) -> int:
         return _joined(run, arguments)
     run = _run_of(arguments, folder)
     recipe = run_file.joined(run, own_overrides(arguments))
-    if not recipe.data.manifests:
+    if not recipe.data.manifests and recipe.peer.role != "auxiliary":
         raise UserError("no data: name the run's mined crawls with --data DIR")
     if recipe.swarm.authorisation:
         _check_entry(run, arguments, folder)
@@ -147,11 +147,13 @@ def _supervised(words: list[str], arguments: argparse.Namespace) -> int:
 
 def _joined(run: RunFile, arguments: argparse.Namespace) -> int:
     from training.swarm import run_file  # noqa: PLC0415
+    from training.swarm.auxiliary import run_auxiliary  # noqa: PLC0415
     from training.swarm.peer import run_peer  # noqa: PLC0415
 
     recipe = run_file.joined(run, own_overrides(arguments))
     account = _account(run, arguments) if recipe.swarm.authorisation else None
-    summary = run_peer(recipe, run, account, say=_say)
+    take_part = run_auxiliary if recipe.peer.role == "auxiliary" else run_peer
+    summary = take_part(recipe, run, account, say=_say)
     if "exit_code" not in summary:
         print(json.dumps(summary) if arguments.json else _end_of_peer(summary))
     return int(summary.get("exit_code", 0))
@@ -325,8 +327,13 @@ def _end_of_run(summary: dict[str, Any]) -> str:
 
 
 def _end_of_peer(summary: dict[str, Any]) -> str:
+    gave = (
+        f"reduced in the rounds of {summary['own_epochs']:,} epochs"
+        if summary["role"] == "auxiliary"
+        else f"gave {summary['own_samples']:,} samples in {summary['own_epochs']:,} epochs"
+    )
     line = (
         f"{summary['status']} at epoch {summary['epoch']:,} of {summary['epochs']:,}; this peer "
-        f"gave {summary['own_samples']:,} samples in {summary['own_epochs']:,} epochs"
+        f"{gave}"
     )
     return line if summary["status"] == "finished" else f"{line}; run the same command to rejoin"

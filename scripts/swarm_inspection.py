@@ -121,17 +121,26 @@ def _parameters(recipe: SwarmRecipe) -> int:
 
 
 def _inputs(run: RunFile, recipe: SwarmRecipe) -> Any:
+    from models.tokenizer import tokenizer_digest  # noqa: PLC0415
     from training.prepare import prepare  # noqa: PLC0415
     from training.swarm import run_file  # noqa: PLC0415
     from training.swarm.doctor import Check  # noqa: PLC0415
 
-    if not recipe.data.manifests or not recipe.model.tokenizer or not recipe.output.directory:
+    tokenizer, reduces_only = recipe.model.tokenizer, recipe.peer.role == "auxiliary"
+    if reduces_only and not tokenizer:
+        return Check("inputs", "skipped", "an auxiliary peer reads no data; its tokenizer comes "
+                     "from the coordinator")  # fmt: skip
+    if not reduces_only and not (recipe.data.manifests and tokenizer and recipe.output.directory):
         return Check("inputs", "skipped", "give --data, --tokenizer and --output to check them")
     try:
-        run_file.check_inputs(run, prepare(recipe).identity)
+        if reduces_only:
+            run_file.check_tokenizer(run, tokenizer_digest(tokenizer))
+        else:
+            run_file.check_inputs(run, prepare(recipe).identity)
     except UserError as error:
         return Check("inputs", "failed", str(error))
-    return Check("inputs", "ok", "crawls and tokenizer are those of the run")
+    which = "the tokenizer is that" if reduces_only else "crawls and tokenizer are those"
+    return Check("inputs", "ok", f"{which} of the run")
 
 
 def _status_of_url(url: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ newer weights begin with its. The folder of a run:
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import socket
 import sqlite3
 import threading
@@ -132,6 +133,8 @@ def coordinate(recipe: SwarmRecipe, doors: Doors, *, say: Say = lambda _: None) 
 def check_doors(recipe: SwarmRecipe, doors: Doors) -> None:
     """Raises UserError when no peer could reach the service by what the run file would say."""
     settings = recipe.coordinator
+    for proxy in settings.proxies:
+        check_proxy(proxy)
     if settings.url:
         check_url(settings.url)
     elif doors.behind_proxy:
@@ -144,6 +147,17 @@ def check_doors(recipe: SwarmRecipe, doors: Doors) -> None:
             f"coordinator.url = '' and coordinator.host = '{settings.host}', which is no address "
             "to call: --set coordinator.url=https://swarm.example.org:8470"
         )
+
+
+def check_proxy(text: str) -> None:
+    """Raises UserError when `text` is no address or network of a proxy."""
+    try:
+        ipaddress.ip_network(text)
+    except ValueError:
+        raise UserError(
+            f"coordinator.proxies holds '{text}', which is no IP address or network: give the "
+            "proxy's, as '172.17.0.1' or '172.17.0.0/16'"
+        ) from None
 
 
 class _Coordinator:
@@ -277,6 +291,7 @@ class _Coordinator:
                 audit=self.folder / AUDIT_FILE, host=recipe.coordinator.host,
                 port=recipe.coordinator.port, certificate=doors.certificate,
                 private_key=doors.private_key, behind_proxy=doors.behind_proxy,
+                proxies=tuple(recipe.coordinator.proxies),
                 token_life_s=60 * recipe.swarm.token_minutes, run_file=path,
             ),
             routes=join_routes.routes(Path(tokenizer_file(recipe.model.tokenizer))),

@@ -214,18 +214,22 @@ def port(host: str, number: int, service: str, role: str, ca_file: Path | None =
                 return _no_answer("reachable", service, error)
     if not isinstance(told, dict):
         return _no_answer("reachable", service, TypeError())
-    return _reached(told, greeting, taken, fixed=bool(number))
+    return _reached(told, greeting, taken, role, fixed=bool(number))
 
 
-def _reached(told: Mapping[str, Any], greeting: str, number: int, *, fixed: bool) -> Check:
+def _reached(
+    told: Mapping[str, Any], greeting: str, number: int, role: str, *, fixed: bool
+) -> Check:
     place = f"port {number} of {told.get('host')}"
     if told.get("reached") and told.get("greeting") == greeting:
         chosen = "" if fixed else "; give --port to have the same one each time"
         return Check("reachable", "ok", f"the coordinator connects to {place}{chosen}")
     why = "another machine answers there" if told.get("reached") else told.get("why", "")
+    # A peer that nobody reaches reduces nothing, and an auxiliary one does nothing else.
+    other = "" if role == "auxiliary" else ", or join with --role client"
     return Check("reachable", "warning", f"the coordinator cannot connect to {place}: {why}",
-                 "forward the port in the router and open it in the firewall (--port, --announce), "
-                 "or join with --role client")  # fmt: skip
+                 "forward the port in the router and open it in the firewall (--port, --announce)"
+                 f"{other}")  # fmt: skip
 
 
 def bandwidth(

@@ -10,8 +10,8 @@
 with the others, takes the step that follows, and downloads the others' weights where this peer has
 fallen behind. The rules are in `training.swarm.epochs` and `training.swarm.whereabouts`, what is
 averaged in `training.swarm.modes`.
-An auxiliary peer runs the same loop; it never wants samples and takes no step, but its `epoch` goes
-with that of the others.
+An auxiliary peer runs the same loop, or calls `assist`, which gives it its rounds; it never wants
+samples and takes no step, but its `epoch` goes with that of the others.
 
 In delayed mode a round runs in a thread beside the next epoch's gradients, which are computed with
 the weights of before it until it ends. Nothing else here has a thread.
@@ -161,6 +161,7 @@ class CollaborativeOptimiser:
     def start(self) -> None:
         """Wait until enough peers are there, with the weights that most have. Raises UserError."""
         if self.peer.role == "auxiliary":
+            self.epoch = self._look(now=True).newest
             self._announce(now=True)
             return
         until = self._clock.monotonic() + self.settings.start_wait_s
@@ -227,10 +228,10 @@ class CollaborativeOptimiser:
             self._busy_since = self._clock.monotonic()
 
     def _step(self) -> Applied | None:
-        self._announce()
         if self.peer.role == "auxiliary":
-            self._assist()
+            self.assist()
             return None
+        self._announce()
         seen = self._look()
         there, behind = self._where(seen)
         if self._pending is not None:
@@ -247,21 +248,30 @@ class CollaborativeOptimiser:
             self._clock.sleep(self.settings.look_s)
         return None
 
-    def _assist(self) -> None:
+    def assist(self) -> RoundResult | None:
         """An auxiliary's turn: it reduces in the rounds of the others' epoch, and has no weights.
 
-        It is given no average, so it takes no step and announces no hash. After a round it leaves
-        the others the time to announce the next epoch.
+        Gives the round that it was in. It is given no average, so it takes no step, announces no
+        hash, and does not know whether the others took theirs. After a round it leaves them the
+        time to announce the next epoch.
         """
+        self._announce()
         self.epoch = self._look().newest
         seen = whereabouts.view(self._own(), self._announcements)
         epoch, at = self._assisted
         waits_s = self.settings.announce_s + self.settings.look_s
         again = epoch != self.epoch or self._clock.monotonic() - at > waits_s
+        result = None
         if len(seen.trainers) > 1 and self._over(seen) and again:
-            self._check(self._prepared(Gathered(), 1)())
+            averaged = self._prepared(Gathered(), 1)()
+            result = averaged.result
             self._assisted = (self.epoch, self._clock.monotonic())
+            if result is None:
+                self._enter(Stage.CHECK, averaged.refused or "no group was found")
+            else:
+                self._tell_round(result)
         self._clock.sleep(self.settings.look_s)
+        return result
 
     def _over(self, seen: View) -> bool:
         return self._mode.ready(seen, self._clock.monotonic())
@@ -432,17 +442,20 @@ class CollaborativeOptimiser:
         elif result is None:
             verdict = Verdict(False, "no group was found")
         else:
-            self._enter(
-                Stage.REDUCE,
-                f"{result.fraction:.1%} averaged with {len(result.members)} peers in "
-                f"{result.seconds:.2f} s",
-            )
+            self._tell_round(result)
             verdict = epochs.judge(
                 result, self.peer.peer_id, needed=self._mode.needed,
                 attempts=self.settings.attempts, terms=self._mode.terms,
             )  # fmt: skip
         self._enter(Stage.CHECK, ("" if verdict.accepted else "refused: ") + verdict.reason)
         return result, verdict
+
+    def _tell_round(self, result: RoundResult) -> None:
+        self._enter(
+            Stage.REDUCE,
+            f"{result.fraction:.1%} averaged with {len(result.members)} peers in "
+            f"{result.seconds:.2f} s",
+        )
 
     def _result(self, averaged: Averaged) -> RoundResult | None:
         """The round; where no group was found, one of this peer alone if it may go on so.

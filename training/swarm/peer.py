@@ -83,68 +83,71 @@ def run_peer(
     `status` is 'finished', 'left' (SIGTERM, Ctrl+C) or 'lost' (to be started anew, see
     `training.swarm.supervisor`). Use in the main thread. Raises UserError, Fault.
     """
-    folder = Path(recipe.output.directory)
-    with StopRequest() as stop, placed(recipe.run) as place, run_folder.held(str(folder)):
+    folder = recipe.output.directory
+    with StopRequest() as stop, placed(recipe.run) as place, run_folder.held(folder):
         prepared = prepare(recipe)
         run_file.check_inputs(run, inputs_of(recipe, prepared.corpus, list(prepared.weights)))
         member = membership(
-            folder, run.run, run.authority,
+            Path(folder), run.run, run.authority,
             authorised=recipe.swarm.authorisation, account=account,
         )  # fmt: skip
-        member.enter()
-        try:
-            with interrupted(stop):
-                peer = _Peer(
-                    recipe=recipe, run=run, prepared=prepared, place=place, member=member,
-                    stop=stop, say=say,
-                )  # fmt: skip
-                with peer:
-                    return peer.work()
-        except Leave:  # before it had joined
-            return {
-                "status": "left", "run": run.run, "peer": member.identity.peer_id, "epoch": 0,
-                "epochs": recipe.schedule.steps, "own_epochs": 0, "own_samples": 0,
-            }  # fmt: skip
+        start = Start(recipe, run, member, place, stop, say)
+        return taken_part(start, lambda: _Trainer(start, prepared))
 
 
-class _Peer:
-    def __init__(
-        self,
-        *,
-        recipe: SwarmRecipe,
-        run: RunFile,
-        prepared: Prepared,
-        place: Placement,
-        member: Membership,
-        stop: StopRequest,
-        say: Say,
-    ) -> None:
-        self.recipe, self.run, self.place, self.stop, self.say = recipe, run, place, stop, say
+@dataclass(frozen=True)
+class Start:
+    """What a peer of any role begins with."""
+
+    recipe: SwarmRecipe
+    run: RunFile
+    member: Membership
+    place: Placement
+    stop: StopRequest
+    say: Say
+
+
+def taken_part(start: Start, peer: Callable[[], Peer]) -> dict[str, Any]:
+    """Let the member in, start its `peer`, work until the end; gives the summary."""
+    start.member.enter()
+    try:
+        with interrupted(start.stop), peer() as working:
+            return working.work()
+    except Leave:  # before it had joined
+        recipe = start.recipe
+        return {
+            "status": "left", "run": start.run.run, "peer": start.member.identity.peer_id,
+            "role": recipe.peer.role, "epoch": 0, "epochs": recipe.schedule.steps,
+            "own_epochs": 0, "own_samples": 0,
+        }  # fmt: skip
+
+
+class Peer:
+    """What peers of all roles have in common: the way in, whom they hear, the way out."""
+
+    def __init__(self, start: Start, vocabulary: int) -> None:
+        recipe, member = start.recipe, start.member
+        self.recipe, self.run, self.place = recipe, start.run, start.place
+        self.stop, self.say = start.stop, start.say
         self.member, self.peer_id = member, member.identity.peer_id
         self.folder = Path(recipe.output.directory)
         self.known = bootstrap.Known(self.folder / bootstrap.FILE)
         self.progress = Progress()
-        self.coordinator = coordinator_id(run)
+        self.coordinator = coordinator_id(start.run)
         self._met_at, self._heard_at = -float("inf"), time.monotonic()
         self._asked_again = False
         self._closing = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
-            network = build_network(recipe, prepared.vocab_size)
-            if recipe.run.activation_checkpointing:
-                checkpoint_blocks(network)
-            self.network, self.objective = network, Objective(network).to(place.device)
-            forward = torch.compile(self.objective) if recipe.run.compile else self.objective
-            self._forward: Callable[..., Losses] = forward
-            self.data = stack.enter_context(
-                PeerData(
-                    prepared, recipe.data, self.folder, peer_id=self.peer_id,
-                    data_seed=member.identity.data_seed,
-                )
-            )  # fmt: skip
+            network = build_network(recipe, vocabulary)
+            self.network, self.objective = network, Objective(network).to(self.place.device)
+            self._open(stack)
             self._connect(stack)
             self._closing = stack.pop_all()
 
-    def __enter__(self) -> _Peer:
+    def _open(self, stack: contextlib.ExitStack) -> None:
+        """Open what this role needs before any other process is started."""
+
+    def __enter__(self) -> Peer:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -211,49 +214,19 @@ class _Peer:
         if stage in (Stage.REDUCE, Stage.CHECK, Stage.CATCH_UP):
             self.say(f"epoch {epoch:,}: {stage}: {text}")
 
-    def _take_over(self) -> None:
-        """Begin with what the coordinator has kept, where no peer is there with newer weights.
-
-        Raises Lost when they do not come: a start from nothing beside them would be a second run.
-        """
-        until_s = time.monotonic() + _HEAR_S
-        while True:
-            others = self._others()
-            found = [one for one in others if one.peer.peer_id == self.coordinator]
-            trained = any(one.epoch and one.peer.role != "auxiliary" for one in others)
-            if found or trained or not self.coordinator or time.monotonic() > until_s:
-                break
-            time.sleep(self.recipe.collaboration.look_s)
-        if not found or not found[0].state_hash or found[0].epoch <= self.optimiser.epoch:
-            return
-        kept = found[0]
-        self.say(f"going on after epoch {kept.epoch:,}, which the coordinator has kept")
-        try:
-            state = self.transport.download_state(
-                expected_hash=kept.state_hash, donors=[self.coordinator],
-                timeout_s=self.recipe.collaboration.download_timeout_s,
-            )  # fmt: skip
-        except NoState as error:
-            raise Lost(f"the weights that the coordinator keeps do not come: {error}") from error
-        self.optimiser.load(state)
-
     # Work
 
     def work(self) -> dict[str, Any]:
-        """Epoch after epoch."""
+        """Turn after turn, until the last epoch or a signal."""
         steps = self.recipe.schedule.steps
         try:
-            self._take_over()
-            self.optimiser.start()
+            self._begin()
             self.say(f"joined '{self.run.run}' at epoch {self.optimiser.epoch:,} of {steps:,}")
-            while self.optimiser.epoch < steps and not self.stop.requested:
-                self._microbatch()
-                applied = self.optimiser.step()
-                if applied is not None:
-                    self._applied(applied)
+            while not self._done() and not self.stop.requested:
+                self._turn()
                 self._look_around()
-            if self.optimiser.epoch >= steps:
-                self._linger()
+            if self._done():
+                self._end()
                 return self._summary("finished")
         except Leave:
             pass
@@ -265,48 +238,24 @@ class _Peer:
             self.say(f"{self.stop.name or 'the end'}: leaving")
         return self._summary("left")
 
-    def _microbatch(self) -> None:
-        """The gradients of one microbatch, if any are wanted."""
-        recipe, optimiser = self.recipe, self.optimiser
-        if not optimiser.wants_samples:
-            return
-        examples = self.data.take(recipe.batch.microbatch, epoch=optimiser.gathering)
-        batch = microbatches.batch(
-            examples, recipe.model.family, recipe.examples.sequence_length, self.place.device,
-            one_shape=recipe.run.compile,
-        )  # fmt: skip
-        # Dropout's masks follow from the example, so that they need no state.
-        own = self.member.identity.data_seed
-        torch.manual_seed(microbatches.dropout_seed(recipe.run.seed, examples[0].index, own))
-        with torch.autocast(
-            self.place.device.type, torch.bfloat16, enabled=recipe.run.precision == "bf16"
-        ):
-            losses = self._forward(batch)
-        optimiser.backward(losses)
+    def _begin(self) -> None:
+        """Become one of the others."""
+        self.optimiser.start()
 
-    def _applied(self, applied: Applied) -> None:
-        """Count an epoch, and let the others know how its round went."""
-        done = applied.epoch - 1
-        own = next(
-            (round(one.weight) for one in applied.result.members if one.peer_id == self.peer_id), 0
-        )
-        self.data.commit(done)
-        self.teller.tell(applied.result, time.time())
-        self.progress.epochs += 1
-        self.progress.samples += own
-        line = {
-            "kind": "epoch", "epoch": done, "taken": applied.taken, "samples": applied.samples,
-            "own_samples": own, "peers": len(applied.result.members),
-            "fraction": applied.result.fraction, "gradient_norm": float(f"{applied.norm:.6g}"),
-            "state_hash": self.optimiser.state_hash, "dropped": self.optimiser.dropped,
-            "times": {"time": round(time.time(), 3), "round_s": round(applied.result.seconds, 3)},
-        }  # fmt: skip
+    def _done(self) -> bool:
+        """Whether the last epoch is done."""
+        return self.optimiser.epoch >= self.recipe.schedule.steps
+
+    def _turn(self) -> None:
+        """Do what is due now."""
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        """Stay for what the others still need after the last epoch."""
+
+    def _note(self, line: dict[str, Any]) -> None:
         with (self.folder / METRICS_FILE).open("a") as file:
             file.write(json.dumps(line) + "\n")
-        self.say(
-            f"epoch {done:,} done: {applied.samples:,} samples of {len(applied.result.members)} "
-            f"peers, {own:,} of them here"
-        )
 
     def _others(self) -> list[Announcement]:
         return [
@@ -348,7 +297,122 @@ class _Peer:
         if reaching.call(self.dht, self._answering(addresses)):
             self.member.show(self.dht, self.say)
 
-    def _linger(self) -> None:
+    def _summary(self, status: str) -> dict[str, Any]:
+        progress = self.progress
+        return {
+            "status": status,
+            "run": self.run.run,
+            "peer": self.peer_id,
+            "role": self.recipe.peer.role,
+            "epoch": self.optimiser.epoch,
+            "epochs": self.recipe.schedule.steps,
+            "state_hash": self.optimiser.state_hash,
+            "own_epochs": progress.epochs,
+            "own_samples": progress.samples,
+            "seconds": round(time.monotonic() - progress.began, 1),
+            "directory": str(self.folder),
+        }
+
+
+class _Trainer(Peer):
+    """A node or a client: it learns from its data."""
+
+    def __init__(self, start: Start, prepared: Prepared) -> None:
+        self._prepared = prepared
+        super().__init__(start, prepared.vocab_size)
+
+    def _open(self, stack: contextlib.ExitStack) -> None:
+        recipe = self.recipe
+        if recipe.run.activation_checkpointing:
+            checkpoint_blocks(self.network)
+        forward = torch.compile(self.objective) if recipe.run.compile else self.objective
+        self._forward: Callable[..., Losses] = forward
+        self.data = stack.enter_context(
+            PeerData(
+                self._prepared, recipe.data, self.folder, peer_id=self.peer_id,
+                data_seed=self.member.identity.data_seed,
+            )
+        )  # fmt: skip
+
+    def _begin(self) -> None:
+        self._take_over()
+        super()._begin()
+
+    def _take_over(self) -> None:
+        """Begin with what the coordinator has kept, where no peer is there with newer weights.
+
+        Raises Lost when they do not come: a start from nothing beside them would be a second run.
+        """
+        until_s = time.monotonic() + _HEAR_S
+        while True:
+            others = self._others()
+            found = [one for one in others if one.peer.peer_id == self.coordinator]
+            trained = any(one.epoch and one.peer.role != "auxiliary" for one in others)
+            if found or trained or not self.coordinator or time.monotonic() > until_s:
+                break
+            time.sleep(self.recipe.collaboration.look_s)
+        if not found or not found[0].state_hash or found[0].epoch <= self.optimiser.epoch:
+            return
+        kept = found[0]
+        self.say(f"going on after epoch {kept.epoch:,}, which the coordinator has kept")
+        try:
+            state = self.transport.download_state(
+                expected_hash=kept.state_hash, donors=[self.coordinator],
+                timeout_s=self.recipe.collaboration.download_timeout_s,
+            )  # fmt: skip
+        except NoState as error:
+            raise Lost(f"the weights that the coordinator keeps do not come: {error}") from error
+        self.optimiser.load(state)
+
+    def _turn(self) -> None:
+        self._microbatch()
+        applied = self.optimiser.step()
+        if applied is not None:
+            self._applied(applied)
+
+    def _microbatch(self) -> None:
+        """The gradients of one microbatch, if any are wanted."""
+        recipe, optimiser = self.recipe, self.optimiser
+        if not optimiser.wants_samples:
+            return
+        examples = self.data.take(recipe.batch.microbatch, epoch=optimiser.gathering)
+        batch = microbatches.batch(
+            examples, recipe.model.family, recipe.examples.sequence_length, self.place.device,
+            one_shape=recipe.run.compile,
+        )  # fmt: skip
+        # Dropout's masks follow from the example, so that they need no state.
+        own = self.member.identity.data_seed
+        torch.manual_seed(microbatches.dropout_seed(recipe.run.seed, examples[0].index, own))
+        with torch.autocast(
+            self.place.device.type, torch.bfloat16, enabled=recipe.run.precision == "bf16"
+        ):
+            losses = self._forward(batch)
+        optimiser.backward(losses)
+
+    def _applied(self, applied: Applied) -> None:
+        """Count an epoch, and let the others know how its round went."""
+        done = applied.epoch - 1
+        own = next(
+            (round(one.weight) for one in applied.result.members if one.peer_id == self.peer_id), 0
+        )
+        self.data.commit(done)
+        self.teller.tell(applied.result, time.time())
+        self.progress.epochs += 1
+        self.progress.samples += own
+        line = {
+            "kind": "epoch", "epoch": done, "taken": applied.taken, "samples": applied.samples,
+            "own_samples": own, "peers": len(applied.result.members),
+            "fraction": applied.result.fraction, "gradient_norm": float(f"{applied.norm:.6g}"),
+            "state_hash": self.optimiser.state_hash, "dropped": self.optimiser.dropped,
+            "times": {"time": round(time.time(), 3), "round_s": round(applied.result.seconds, 3)},
+        }  # fmt: skip
+        self._note(line)
+        self.say(
+            f"epoch {done:,} done: {applied.samples:,} samples of {len(applied.result.members)} "
+            f"peers, {own:,} of them here"
+        )
+
+    def _end(self) -> None:
         """Serve the last weights until the coordinator has written them. No step is taken any
         more, whatever was gathered beside the last round."""
         until_s = time.monotonic() + self.recipe.collaboration.download_timeout_s
@@ -358,21 +422,6 @@ class _Peer:
                 return
             self.optimiser.linger()
             time.sleep(self.recipe.collaboration.look_s)
-
-    def _summary(self, status: str) -> dict[str, Any]:
-        progress = self.progress
-        return {
-            "status": status,
-            "run": self.run.run,
-            "peer": self.peer_id,
-            "epoch": self.optimiser.epoch,
-            "epochs": self.recipe.schedule.steps,
-            "state_hash": self.optimiser.state_hash,
-            "own_epochs": progress.epochs,
-            "own_samples": progress.samples,
-            "seconds": round(time.monotonic() - progress.began, 1),
-            "directory": str(self.folder),
-        }
 
 
 def averaged(network: torch.nn.Module, recipe: SwarmRecipe, terms: int) -> list[torch.Tensor]:

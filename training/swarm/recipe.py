@@ -51,9 +51,10 @@ class Peer(Section):
     name: str = Field(
         "", max_length=48, description="shown to the others; none: the user and host name"
     )
-    role: Literal["node", "client"] = Field(
-        "node", description="node: others can connect to it; client: behind a firewall"
-    )
+    role: Literal["node", "client", "auxiliary"] = Field(
+        "node", description="node: others can connect to it; client: behind a firewall; auxiliary: "
+        "reduces for the others and learns nothing, so that it needs no data"
+    )  # fmt: skip
     host: str = Field("0.0.0.0", description="address to listen on")
     port: int = Field(0, ge=0, le=65535, description="to listen on; 0: any free one")
     announce: Texts = Field(
@@ -73,6 +74,10 @@ class Coordinator(Section):
     )  # fmt: skip
     port: int = Field(8470, ge=0, le=65535, description="of the service; 0: any free one")
     url: str = Field("", description="how peers reach the service, where a proxy is in front of it")
+    proxies: Texts = Field(
+        ("127.0.0.1",), description="addresses or networks of the proxy, whose X-Forwarded-For is "
+        "believed with --behind-proxy"
+    )  # fmt: skip
     page_host: str = Field("127.0.0.1", description="address of the page, which is read-only")
     page_port: int = Field(8471, ge=0, le=65535, description="of the page; 0: any free one")
     gone_s: float = Field(30.0, gt=0, description="a peer that said nothing for so long is gone")

@@ -161,15 +161,18 @@ def parse(data: bytes, place: str, *, trusted: Sequence[str] = ()) -> RunFile:
 def joined(run: RunFile, overrides: Sequence[str]) -> SwarmRecipe:
     """The recipe of a peer: the run's, with what the peer sets for itself.
 
-    Raises UserError when that is something which all peers must share.
+    Raises UserError when that is something which all peers must share, or which an auxiliary peer
+    would not read.
     """
     tree: dict[str, Any] = json.loads(json.dumps(run.recipe))
     recipe = recipe_file.validated(SwarmRecipe, tree, run.run, list(overrides))
-    if recipe.digest() == run.digest and recipe.name == run.run:
-        return recipe
     before = recipe_file.validated(
         SwarmRecipe, json.loads(json.dumps(run.recipe)), run.run, []
     )  # fmt: skip
+    if recipe.digest() == run.digest and recipe.name == run.run:
+        if recipe.peer.role == "auxiliary":
+            _check_auxiliary(before, recipe)
+        return recipe
     if before.digest() != run.digest:
         raise UserError(
             f"the run '{run.run}' was started by a Gristmill with other settings: install the "
@@ -181,17 +184,37 @@ def joined(run: RunFile, overrides: Sequence[str]) -> SwarmRecipe:
     )
 
 
+def _check_auxiliary(before: SwarmRecipe, recipe: SwarmRecipe) -> None:
+    """Raises UserError for a setting of what an auxiliary peer does not do."""
+    read: Any = {"peer": True, "coordinator": True, "output": True, "model": {"tokenizer"}}
+    there, here = (one.model_dump(mode="json", exclude=read) for one in (before, recipe))
+    if there == here:
+        return
+    name, _, value = _first_difference(there, here)
+    option = "--data" if name == "data.manifests" else "it"
+    raise UserError(
+        f"{name} = '{value}' means nothing for an auxiliary peer, which reads no examples and "
+        f"learns nothing: leave {option} out"
+    )
+
+
+def check_tokenizer(run: RunFile, digest: str) -> None:
+    """Raises UserError when the tokenizer with this SHA-256 is not that of the run."""
+    wanted = run.inputs["tokenizer_sha256"]
+    if wanted != digest:
+        raise UserError(
+            f"the tokenizer has the SHA-256 '{digest[:12]}…', that of the run "
+            f"'{run.run}' has '{wanted[:12]}…': give the run's with --tokenizer"
+        )
+
+
 def check_inputs(run: RunFile, current: Mapping[str, Any]) -> None:
     """Raises UserError, with what to do, when a peer's crawls, tokenizer or start are others.
 
     current: `training.identity.identity` of what this peer has.
     """
     there = run.inputs
-    if there["tokenizer_sha256"] != current["tokenizer_sha256"]:
-        raise UserError(
-            f"the tokenizer has the SHA-256 '{current['tokenizer_sha256'][:12]}…', that of the run "
-            f"'{run.run}' has '{there['tokenizer_sha256'][:12]}…': give the run's with --tokenizer"
-        )
+    check_tokenizer(run, current["tokenizer_sha256"])
     if there["sources"] != current["sources"]:
         mine, theirs = (
             ", ".join(f"'{source['manifest_sha256'][:12]}…'" for source in one["sources"])

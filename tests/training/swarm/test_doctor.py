@@ -178,6 +178,9 @@ def test_who_cannot_be_reached(service: Service, monkeypatch: pytest.MonkeyPatch
     assert found.state == "warning"
     assert "no answer in 5 s" in found.found
     assert "--role client" in found.advice
+    helper = doctor.port("127.0.0.1", 0, service.url, "auxiliary")
+    assert helper.state == "warning"
+    assert helper.advice.endswith("(--port, --announce)")
 
 
 def test_another_machine_behind_the_port(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:

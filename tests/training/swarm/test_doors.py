@@ -23,6 +23,11 @@ PROXY = Doors(behind_proxy=True)
         ([], PROXY, "give the address that the proxy answers to"),
         (["coordinator.url=swarm.example.org"], PROXY, "is no address of a token service"),
         (["coordinator.url=http://swarm.example.org"], PROXY, "is not https"),
+        (
+            ["coordinator.proxies=['proxy.example.org']"],
+            Doors(),
+            "coordinator.proxies holds 'proxy.example.org', which is no IP address or network",
+        ),
     ],
 )
 def test_what_is_refused(overrides: list[str], doors: Doors, said: str) -> None:
@@ -37,6 +42,7 @@ def test_what_is_refused(overrides: list[str], doors: Doors, said: str) -> None:
         ([], Doors()),
         (["coordinator.url=https://swarm.example.org"], PROXY),
         ([ANYWHERE, "coordinator.url=https://swarm.example.org:8470"], Doors()),
+        (["coordinator.proxies=['172.17.0.1', '172.18.0.0/16']"], Doors()),
     ],
 )
 def test_what_is_good(overrides: list[str], doors: Doors) -> None:

@@ -76,7 +76,7 @@ def test_diloco_has_one_batch() -> None:
         ("evaluation.every=5", "gristmill evaluate"),
         ("run.strategy=ddp", "choose auto or single"),
         ("swarm.codec=fp8", "swarm.codec = 'fp8'"),
-        ("peer.role=auxiliary", "'node' or 'client'"),
+        ("peer.role=helper", "'node', 'client' or 'auxiliary'"),
         ("name=a.b", "name = 'a.b'"),
         ("swarm.matchmaking=5", "did you mean 'matchmaking_s'?"),
         ("collaboration.min_peers=0", "collaboration.min_peers = '0'"),
@@ -106,9 +106,9 @@ def test_every_codec_has_a_name_here() -> None:
 @pytest.mark.parametrize(
     "override",
     [
-        "peer.role=client", "peer.up_mbit=5", "coordinator.port=1", "run.device=cpu",
-        "batch.microbatch=1", "data.readers=2", "output.directory=x", "run.compile=true",
-        "checkpoint.every=7",
+        "peer.role=client", "peer.role=auxiliary", "peer.up_mbit=5", "coordinator.port=1",
+        "run.device=cpu", "batch.microbatch=1", "data.readers=2", "output.directory=x",
+        "run.compile=true", "checkpoint.every=7",
     ],
 )  # fmt: skip
 def test_what_a_peer_chooses_is_not_in_the_digest(override: str) -> None:
