@@ -148,12 +148,12 @@ def _supervised(words: list[str], arguments: argparse.Namespace) -> int:
 def _joined(run: RunFile, arguments: argparse.Namespace) -> int:
     from training.swarm import run_file  # noqa: PLC0415
     from training.swarm.auxiliary import run_auxiliary  # noqa: PLC0415
-    from training.swarm.peer import run_peer  # noqa: PLC0415
+    from training.swarm.trainer import run_peer  # noqa: PLC0415
 
     recipe = run_file.joined(run, own_overrides(arguments))
     account = _account(run, arguments) if recipe.swarm.authorisation else None
-    take_part = run_auxiliary if recipe.peer.role == "auxiliary" else run_peer
-    summary = take_part(recipe, run, account, say=_say)
+    run_role = run_auxiliary if recipe.peer.role == "auxiliary" else run_peer
+    summary = run_role(recipe, run, account, say=_say)
     if "exit_code" not in summary:
         print(json.dumps(summary) if arguments.json else _end_of_peer(summary))
     return int(summary.get("exit_code", 0))

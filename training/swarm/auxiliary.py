@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from models.tokenizer import load_tokenizer, tokenizer_digest
-from training import run_folder
-from training.stopping import StopRequest
-from training.strategy import placed
 from training.swarm import run_file
 from training.swarm.leaving import Leave
-from training.swarm.membership import Say, membership
-from training.swarm.peer import Peer, Start, taken_part
+from training.swarm.membership import Say
+from training.swarm.peer import Peer, Start, take_part
 from training.swarm.recipe import SwarmRecipe
 from training.swarm.run_file import RunFile
 from training.swarm.token_client import Account
@@ -33,20 +29,13 @@ _SILENT_S = 120.0
 def run_auxiliary(
     recipe: SwarmRecipe, run: RunFile, account: Account | None, *, say: Say = lambda _: None
 ) -> dict[str, Any]:
-    """Reduce in the rounds of `run` until its last epoch or a signal; gives a summary.
+    """Reduce in `run` until its last epoch or a signal: as `training.swarm.peer.take_part`."""
 
-    As `training.swarm.peer.run_peer`. Use in the main thread. Raises UserError, Fault.
-    """
-    recipe, folder = _shapes_only(recipe), recipe.output.directory
-    with StopRequest() as stop, placed(recipe.run) as place, run_folder.held(folder):
+    def peer(start: Start) -> Peer:
         run_file.check_tokenizer(run, tokenizer_digest(recipe.model.tokenizer))
-        vocabulary = load_tokenizer(recipe.model.tokenizer).get_vocab_size()
-        member = membership(
-            Path(folder), run.run, run.authority,
-            authorised=recipe.swarm.authorisation, account=account,
-        )  # fmt: skip
-        start = Start(recipe, run, member, place, stop, say)
-        return taken_part(start, lambda: _Auxiliary(start, vocabulary))
+        return _Auxiliary(start, load_tokenizer(recipe.model.tokenizer).get_vocab_size())
+
+    return take_part(_shapes_only(recipe), run, account, peer, say)
 
 
 def _shapes_only(recipe: SwarmRecipe) -> SwarmRecipe:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import socket
 import sqlite3
 import threading
 import time
@@ -39,6 +38,7 @@ from training.strategy import placed
 from training.swarm import (
     bootstrap,
     join_routes,
+    ports,
     reaching,
     rounds_told,
     run_file,
@@ -71,7 +71,7 @@ from training.swarm.supervisor import EXIT_AGAIN
 from training.swarm.token_client import check_url
 from training.swarm.token_service import ServiceSettings
 from training.swarm.tokens import dht_key as tokens_key
-from training.swarm.transport import Gone, SwarmTransport, start_dht
+from training.swarm.transport import Gone, SwarmTransport, Taken, start_dht
 from training.swarm.types import Announcement, PeerInfo
 from training.swarm.upkeep import Upkeep
 
@@ -233,6 +233,7 @@ class _Coordinator:
     def _start_dht(self) -> Any:
         """The DHT, by way of peers that were met before; at the port of the last time."""
         recipe = self.recipe
+        ports.check(recipe.peer.host, recipe.peer.port)
         host, port = recipe.peer.host, recipe.peer.port or self._last_port()
         found = [one.address for one in bootstrap.try_all(self.known.addresses()) if not one.why]
         ways_in = bootstrap.candidates([], found, own_id=self.member.identity.peer_id)
@@ -249,8 +250,8 @@ class _Coordinator:
 
         try:
             return started(ways_in)
-        except UserError:
-            if not ways_in:
+        except UserError as error:
+            if not ways_in or isinstance(error, Taken):
                 raise
             self.say("the peers of the last time do not answer as such: starting without them")
             return started([])
@@ -262,13 +263,9 @@ class _Coordinator:
             address = bootstrap.check_address(made.addresses[0])
             if address.peer_id != self.member.identity.peer_id:
                 return 0
-            family = socket.AF_INET6 if ":" in self.recipe.peer.host else socket.AF_INET
-            with socket.socket(family) as tried:
-                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                tried.bind((self.recipe.peer.host, address.port))
+            return address.port if ports.is_free(self.recipe.peer.host, address.port) else 0
         except (OSError, UserError, Untrusted, IndexError):
             return 0
-        return address.port
 
     # The doors
 

@@ -376,8 +376,8 @@ def _bind(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(
-            f"the dashboard cannot listen on '{host}:{port}': {reason}: give another port, or 0 "
-            "for any free one"
+            f"the dashboard cannot listen on '{host}:{port}': {reason}: give another with "
+            "--set coordinator.page_port=N (0: any free one)"
         ) from None
     return bound
 

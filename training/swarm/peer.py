@@ -1,7 +1,8 @@
-"""A peer of a swarm, where its parts come together: from the run file to the last epoch.
+"""What peers of all roles have in common: from the run file to the last epoch.
 
 What each part does is told there: the network of peers (`transport`), who may be in it
-(`membership`), the steps (`optimiser`), the examples (`data`). The folder of a peer:
+(`membership`), the steps (`optimiser`); what a role does in its turn: `trainer` (nodes and clients)
+and `auxiliary`. The folder of a peer:
 
     DIR/run.json        the run file it joined by
     DIR/identity.key    its key: with it the peer keeps its name, data and credit
@@ -28,26 +29,22 @@ from typing import Any
 
 import torch
 
-from training import microbatches, run_folder
-from training.identity import identity as inputs_of
-from training.networks import build_network, checkpoint_blocks
-from training.objectives import Losses, Objective
+from training import run_folder
+from training.networks import build_network
+from training.objectives import Objective
 from training.optimisers import build_optimiser
-from training.prepare import Prepared, prepare
 from training.schedules import learning_rate_factor
 from training.stopping import StopRequest
 from training.strategy import Placement, placed
-from training.swarm import bootstrap, leaving, reaching, run_file
-from training.swarm.data import PeerData
+from training.swarm import bootstrap, leaving, ports, reaching
 from training.swarm.epochs import Stage
 from training.swarm.heartbeat import Heartbeat
 from training.swarm.leaving import Leave, interrupted
 from training.swarm.membership import Membership, Say, membership
-from training.swarm.optimiser import Applied, CollaborativeOptimiser
+from training.swarm.optimiser import CollaborativeOptimiser
 from training.swarm.recipe import SwarmRecipe
 from training.swarm.rounds_told import Teller
 from training.swarm.run_file import RunFile
-from training.swarm.state import NoState
 from training.swarm.supervisor import EXIT_AGAIN
 from training.swarm.token_client import Account
 from training.swarm.transport import Gone, SwarmTransport, TransportSettings, start_dht
@@ -58,8 +55,6 @@ STATE_FOLDER = "state"
 _ENTRANCE_S = 120.0
 _MEET_S = 60.0
 _LOST_S = 120.0
-_HEAR_S = 20.0
-"""A joiner waits so long to hear the coordinator, which may have newer weights than all."""
 
 
 class Lost(Exception):
@@ -75,26 +70,6 @@ class Progress:
     began: float = field(default_factory=time.monotonic)
 
 
-def run_peer(
-    recipe: SwarmRecipe, run: RunFile, account: Account | None, *, say: Say = lambda _: None
-) -> dict[str, Any]:
-    """Take part in `run` until its last epoch or a signal; gives a summary.
-
-    `status` is 'finished', 'left' (SIGTERM, Ctrl+C) or 'lost' (to be started anew, see
-    `training.swarm.supervisor`). Use in the main thread. Raises UserError, Fault.
-    """
-    folder = recipe.output.directory
-    with StopRequest() as stop, placed(recipe.run) as place, run_folder.held(folder):
-        prepared = prepare(recipe)
-        run_file.check_inputs(run, inputs_of(recipe, prepared.corpus, list(prepared.weights)))
-        member = membership(
-            Path(folder), run.run, run.authority,
-            authorised=recipe.swarm.authorisation, account=account,
-        )  # fmt: skip
-        start = Start(recipe, run, member, place, stop, say)
-        return taken_part(start, lambda: _Trainer(start, prepared))
-
-
 @dataclass(frozen=True)
 class Start:
     """What a peer of any role begins with."""
@@ -107,19 +82,34 @@ class Start:
     say: Say
 
 
-def taken_part(start: Start, peer: Callable[[], Peer]) -> dict[str, Any]:
-    """Let the member in, start its `peer`, work until the end; gives the summary."""
-    start.member.enter()
-    try:
-        with interrupted(start.stop), peer() as working:
-            return working.work()
-    except Leave:  # before it had joined
-        recipe = start.recipe
-        return {
-            "status": "left", "run": start.run.run, "peer": start.member.identity.peer_id,
-            "role": recipe.peer.role, "epoch": 0, "epochs": recipe.schedule.steps,
-            "own_epochs": 0, "own_samples": 0,
-        }  # fmt: skip
+def take_part(
+    recipe: SwarmRecipe,
+    run: RunFile,
+    account: Account | None,
+    peer: Callable[[Start], Peer],
+    say: Say,
+) -> dict[str, Any]:
+    """Let this member in, make the `peer` of its role, work until the end; gives the summary.
+
+    `status` is 'finished', 'left' (SIGTERM, Ctrl+C) or 'lost' (to be started anew, see
+    `training.swarm.supervisor`). Use in the main thread. Raises UserError, Fault.
+    """
+    folder = recipe.output.directory
+    with StopRequest() as stop, placed(recipe.run) as place, run_folder.held(folder):
+        member = membership(
+            Path(folder), run.run, run.authority,
+            authorised=recipe.swarm.authorisation, account=account,
+        )  # fmt: skip
+        member.enter()
+        try:
+            with interrupted(stop), peer(Start(recipe, run, member, place, stop, say)) as working:
+                return working.work()
+        except Leave:  # before it had joined
+            return {
+                "status": "left", "run": run.run, "peer": member.identity.peer_id,
+                "role": recipe.peer.role, "epoch": 0, "epochs": recipe.schedule.steps,
+                "own_epochs": 0, "own_samples": 0,
+            }  # fmt: skip
 
 
 class Peer:
@@ -158,6 +148,8 @@ class Peer:
     def _connect(self, stack: contextlib.ExitStack) -> None:
         """Start the peer's processes, and stop them at the end."""
         recipe, peer = self.recipe, self.recipe.peer
+        if peer.role != "client":
+            ports.check(peer.host, peer.port)
         ways_in = bootstrap.entrance(
             bootstrap.candidates(
                 self.run.addresses, self.known.addresses(), own_id=self.peer_id
@@ -312,116 +304,6 @@ class Peer:
             "seconds": round(time.monotonic() - progress.began, 1),
             "directory": str(self.folder),
         }
-
-
-class _Trainer(Peer):
-    """A node or a client: it learns from its data."""
-
-    def __init__(self, start: Start, prepared: Prepared) -> None:
-        self._prepared = prepared
-        super().__init__(start, prepared.vocab_size)
-
-    def _open(self, stack: contextlib.ExitStack) -> None:
-        recipe = self.recipe
-        if recipe.run.activation_checkpointing:
-            checkpoint_blocks(self.network)
-        forward = torch.compile(self.objective) if recipe.run.compile else self.objective
-        self._forward: Callable[..., Losses] = forward
-        self.data = stack.enter_context(
-            PeerData(
-                self._prepared, recipe.data, self.folder, peer_id=self.peer_id,
-                data_seed=self.member.identity.data_seed,
-            )
-        )  # fmt: skip
-
-    def _begin(self) -> None:
-        self._take_over()
-        super()._begin()
-
-    def _take_over(self) -> None:
-        """Begin with what the coordinator has kept, where no peer is there with newer weights.
-
-        Raises Lost when they do not come: a start from nothing beside them would be a second run.
-        """
-        until_s = time.monotonic() + _HEAR_S
-        while True:
-            others = self._others()
-            found = [one for one in others if one.peer.peer_id == self.coordinator]
-            trained = any(one.epoch and one.peer.role != "auxiliary" for one in others)
-            if found or trained or not self.coordinator or time.monotonic() > until_s:
-                break
-            time.sleep(self.recipe.collaboration.look_s)
-        if not found or not found[0].state_hash or found[0].epoch <= self.optimiser.epoch:
-            return
-        kept = found[0]
-        self.say(f"going on after epoch {kept.epoch:,}, which the coordinator has kept")
-        try:
-            state = self.transport.download_state(
-                expected_hash=kept.state_hash, donors=[self.coordinator],
-                timeout_s=self.recipe.collaboration.download_timeout_s,
-            )  # fmt: skip
-        except NoState as error:
-            raise Lost(f"the weights that the coordinator keeps do not come: {error}") from error
-        self.optimiser.load(state)
-
-    def _turn(self) -> None:
-        self._microbatch()
-        applied = self.optimiser.step()
-        if applied is not None:
-            self._applied(applied)
-
-    def _microbatch(self) -> None:
-        """The gradients of one microbatch, if any are wanted."""
-        recipe, optimiser = self.recipe, self.optimiser
-        if not optimiser.wants_samples:
-            return
-        examples = self.data.take(recipe.batch.microbatch, epoch=optimiser.gathering)
-        batch = microbatches.batch(
-            examples, recipe.model.family, recipe.examples.sequence_length, self.place.device,
-            one_shape=recipe.run.compile,
-        )  # fmt: skip
-        # Dropout's masks follow from the example, so that they need no state.
-        own = self.member.identity.data_seed
-        torch.manual_seed(microbatches.dropout_seed(recipe.run.seed, examples[0].index, own))
-        with torch.autocast(
-            self.place.device.type, torch.bfloat16, enabled=recipe.run.precision == "bf16"
-        ):
-            losses = self._forward(batch)
-        optimiser.backward(losses)
-
-    def _applied(self, applied: Applied) -> None:
-        """Count an epoch, and let the others know how its round went."""
-        done = applied.epoch - 1
-        own = next(
-            (round(one.weight) for one in applied.result.members if one.peer_id == self.peer_id), 0
-        )
-        self.data.commit(done)
-        self.teller.tell(applied.result, time.time())
-        self.progress.epochs += 1
-        self.progress.samples += own
-        line = {
-            "kind": "epoch", "epoch": done, "taken": applied.taken, "samples": applied.samples,
-            "own_samples": own, "peers": len(applied.result.members),
-            "fraction": applied.result.fraction, "gradient_norm": float(f"{applied.norm:.6g}"),
-            "state_hash": self.optimiser.state_hash, "dropped": self.optimiser.dropped,
-            "times": {"time": round(time.time(), 3), "round_s": round(applied.result.seconds, 3)},
-        }  # fmt: skip
-        self._note(line)
-        self.say(
-            f"epoch {done:,} done: {applied.samples:,} samples of {len(applied.result.members)} "
-            f"peers, {own:,} of them here"
-        )
-
-    def _end(self) -> None:
-        """Serve the last weights until the coordinator has written them. No step is taken any
-        more, whatever was gathered beside the last round."""
-        until_s = time.monotonic() + self.recipe.collaboration.download_timeout_s
-        while time.monotonic() < until_s and not self.stop.requested:
-            said = [one for one in self._others() if one.peer.peer_id == self.coordinator]
-            if not said or (said[0].epoch >= self.optimiser.epoch and said[0].state_hash):
-                return
-            self.optimiser.linger()
-            time.sleep(self.recipe.collaboration.look_s)
 
 
 def averaged(network: torch.nn.Module, recipe: SwarmRecipe, terms: int) -> list[torch.Tensor]:

@@ -30,7 +30,7 @@ from models.errors import Fault, UserError
 from training.swarm import announcements, codec_check
 from training.swarm.averager import AveragerSettings, RoundAverager, RoundReport
 from training.swarm.codecs import Codec, codec, fault
-from training.swarm.following import follow_parent
+from training.swarm.following import follow_parent, keep_shared
 from training.swarm.rates import LinkRates, SeenRound
 from training.swarm.state import NoState, read_state, write_state
 from training.swarm.state_transfer import CorruptDonor, DonorFailed
@@ -45,6 +45,7 @@ _LEAVE_S = 1.5
 """Each of the four steps of leaving may take so long."""
 _RETRY_S = 0.5
 _FETCH_ENDS_S = 5.0
+_TAKEN = "is already taken by another peer"  # as hivemind 1.1.12 has it
 _LASTS_LONGER_S = 30.0
 """So much may clocks, and what is told at the end, add to how long an announcement lasts."""
 
@@ -84,6 +85,10 @@ class Gone(Fault):
     """The processes of this peer do not work any more; started anew, it goes on."""
 
 
+class Taken(UserError):
+    """Another process of the run has this peer's identity."""
+
+
 class FollowingDHT(DHT):  # type: ignore[misc]
     """hivemind's DHT process, ended with its parent, its daemon too."""
 
@@ -115,10 +120,12 @@ def start_dht(
     startup_s: float = 60.0,
     **options: Any,
 ) -> DHT:
-    """A running DHT process of this peer. Raises UserError when it does not come up.
+    """A running DHT process of this peer. Raises UserError when it does not come up
+    (Taken: the identity answers for another process already).
 
     `options` go to hivemind's DHTNode and P2P (authorizer, relays).
     """
+    keep_shared()
     dht = FollowingDHT(
         list(initial_peers),
         start=False,
@@ -136,6 +143,11 @@ def start_dht(
     except Exception as error:
         with contextlib.suppress(Exception):
             dht.kill()
+        if _TAKEN in str(error):
+            raise Taken(
+                f"a peer with the identity in '{identity_path}' is in the run already: end it, or "
+                "give a folder of its own with --output (not a copy of another peer's)"
+            ) from error
         peers = ", ".join(f"'{peer}'" for peer in initial_peers) or "none"
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise UserError(

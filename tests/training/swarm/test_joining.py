@@ -102,10 +102,23 @@ def test_killed_parents(
     key = credential(run, "alice", capsys)
     assert main(["swarm", "doctor", url]) == 0
     assert "FAILED" not in capsys.readouterr().out
-    commands.start("one", "join", url, "--user", "alice", "--credential", str(key), "--data",
-                   place.manifest, "--output", str(tmp_path / "one"), "--json",
-                   "--set", "peer.host=127.0.0.1")  # fmt: skip
+    join = ["join", url, "--user", "alice", "--credential", str(key), "--data", place.manifest,
+            "--output", str(tmp_path / "one"), "--json", "--set",
+            "peer.host=127.0.0.1"]  # fmt: skip
+    commands.start("one", *join)
     commands.wait_for(lambda: "epoch 1 done" in commands.said("one"), "one")
+
+    # A service manager asks all processes of a service at once.
+    for group in commands.groups(commands.running["one"].pid):
+        for pid in alive(group):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+    _, left = commands.end("one")
+    assert left["status"] == "left"
+    assert "Traceback" not in commands.said("one")
+    commands.start("one", *join)
+    commands.wait_for(lambda: commands.said("one").count("joined 'tiny-swarm'") == 2, "one")
+
     for name in ("one", "run"):
         supervisor = commands.running.pop(name)
         groups = commands.groups(supervisor.pid) - {supervisor.pid}

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
 from training.swarm import reaching
-from training.swarm.transport import start_dht
+from training.swarm.identity import load_or_create
+from training.swarm.transport import Taken, start_dht
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
 
@@ -44,3 +47,20 @@ def test_a_call_joins_two_networks() -> None:
             dht.shutdown()
             if dht.is_alive():
                 dht.kill()
+
+
+def test_a_copied_identity_is_refused(tmp_path: Path) -> None:
+    key = tmp_path / "identity.key"
+    load_or_create(key)
+    here = ("/ip4/127.0.0.1/tcp/0",)
+    first = start_dht(role="node", host_addresses=here, identity_path=key)
+    try:
+        ways = [str(address) for address in first.get_visible_maddrs()]
+        copy = tmp_path / "copy.key"
+        shutil.copy(key, copy)
+        with pytest.raises(Taken) as raised:
+            start_dht(ways[:1], role="node", host_addresses=here, identity_path=copy)
+        assert str(raised.value).startswith(f"a peer with the identity in '{copy}' is in the run")
+    finally:
+        first.shutdown_timeout = 1.0
+        first.shutdown()
