@@ -38,6 +38,7 @@ from hivemind.utils import MPFuture, get_dht_time
 from training.swarm.codecs import Codec
 from training.swarm.following import follow_parent
 from training.swarm.pacing import part_bytes
+from training.swarm.process_memory import give_back
 from training.swarm.rates import links
 from training.swarm.reduction import ExactRunner, Left, Limits, to_leave_out
 from training.swarm.shares import Link, share_out
@@ -229,6 +230,7 @@ class RoundAverager(DecentralizedAverager):  # type: ignore[misc]
                     self._running_groups[group.group_id].cancel()
         finally:
             self._pending_groups_registered.set()
+            give_back()
 
     async def _aggregate_with_group(
         self, group_info: GroupInfo, *, epoch: int

@@ -1,4 +1,4 @@
-"""Child processes that end when their parent does, and share its memory until then.
+"""Child processes that end when their parent does.
 
 hivemind's DHT and averager processes, and the p2pd daemon below them, run on for ever after the
 trainer was killed. A thread in each child looks at its parent's id twice a second.
@@ -7,7 +7,6 @@ trainer was killed. A thread in each child looks at its parent's id twice a seco
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import signal
 import threading
@@ -15,15 +14,6 @@ import time
 from pathlib import Path
 
 _LOOK_S = 0.5
-
-
-def keep_shared() -> None:
-    """Call before a fork: what this process has now is left out of its garbage collections and of
-    its children's. The first full one of each writes into every object that it looks at, and so
-    copies what was shared: 100 MB a process of a peer, after some minutes of its life.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 def follow_parent(parent: int) -> None:

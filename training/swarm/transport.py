@@ -30,7 +30,8 @@ from models.errors import Fault, UserError
 from training.swarm import announcements, codec_check
 from training.swarm.averager import AveragerSettings, RoundAverager, RoundReport
 from training.swarm.codecs import Codec, codec, fault
-from training.swarm.following import follow_parent, keep_shared
+from training.swarm.following import follow_parent
+from training.swarm.process_memory import keep_shared
 from training.swarm.rates import LinkRates, SeenRound
 from training.swarm.state import NoState, read_state, write_state
 from training.swarm.state_transfer import CorruptDonor, DonorFailed

@@ -1,4 +1,4 @@
-"""Children share the memory of their parent (that they end with it: test_kills)."""
+"""What forked processes share, and what is given back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 _PROGRAM = """
 import gc, os, sys
-from training.swarm.following import keep_shared
+from training.swarm.process_memory import keep_shared
 
 def own_kb():
     table = open("/proc/self/smaps_rollup").read()
@@ -39,3 +39,33 @@ def test_a_collection_in_a_child_copies_nothing_that_was_kept_shared() -> None:
     size_kb = 400_000 * (56 + 8 + 16) / 1024  # lists of one, with the collector's own 16 bytes
     assert _copied_kb("not") > size_kb / 2
     assert _copied_kb("kept") < size_kb / 10
+
+
+_FREED = """
+import ctypes
+from training.swarm.process_memory import give_back
+
+def anonymous_kb():
+    table = open("/proc/self/smaps_rollup").read().splitlines()
+    return next(int(line.split()[1]) for line in table if line.startswith("Anonymous:"))
+
+malloc, free = ctypes.CDLL(None).malloc, ctypes.CDLL(None).free
+malloc.restype, free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+places = [malloc(size) for _ in range(500) for size in (50_000, 100)]
+for place in places:
+    ctypes.memset(place, 1, 100)
+for place in places[::2]:
+    ctypes.memset(place, 1, 50_000)
+for place in places[::2]:  # what is between them stays
+    free(place)
+before = anonymous_kb()
+give_back()
+print(before - anonymous_kb())
+"""
+
+
+def test_freed_buffers_between_objects_that_stay_are_given_back() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _FREED], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) > 500 * 40  # of 500 times 49 kB
