@@ -286,8 +286,8 @@ def _swarm_actions(verb: argparse.ArgumentParser) -> dict[str, argparse.Argument
                  "sahajbert --peers 40x5@100/50 10x2@20/5:client")  # fmt: skip
     action.add_argument("recipe", metavar="RECIPE")
     action.add_argument("--peers", nargs="+", required=True, metavar="PEERS",
-                        help="COUNTxRATE@UP/DOWN: samples/s, Mbit/s; :client behind a firewall"
-                        )  # fmt: skip
+                        help="COUNTxRATE@UP/DOWN: samples/s, Mbit/s; :client behind a firewall; "
+                        "0@UP:auxiliary only reduces")  # fmt: skip
     action.add_argument("--tokenizer", metavar="DIR", help="short for model.tokenizer: its pieces")
     _set(action)
     _json(action)

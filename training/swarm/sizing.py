@@ -18,10 +18,11 @@ import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from models.errors import UserError
 from training.swarm.shares import Link, busy_s, share_out, traffic
+from training.swarm.types import Role
 
 CODEC_BYTES = {"none": 4, "float16": 2, "scaled-float16": 2, "uniform8": 1, "quantile8": 1}
 """Bytes of a number as it travels."""
@@ -36,7 +37,7 @@ MOST_PEERS = 1000
 _FEW_TRAINERS = 3
 _ROUNDED = 1 - 1e-9
 _SPEC = re.compile(
-    r"(?:(?P<count>\d+)x)?(?P<rate>[\d.]+)@(?P<up>[\d.]+)(?:/(?P<down>[\d.]+))?(?P<client>:client)?"
+    r"(?:(?P<count>\d+)x)?(?P<rate>[\d.]+)@(?P<up>[\d.]+)(?:/(?P<down>[\d.]+))?(?::(?P<role>client|auxiliary))?"
 )
 
 Mode = Literal["sync", "delayed", "diloco"]
@@ -44,12 +45,13 @@ Mode = Literal["sync", "delayed", "diloco"]
 
 @dataclass(frozen=True)
 class Machine:
-    """A peer: samples/s that it computes, its link in Mbit/s; a client is behind a firewall."""
+    """A peer: samples/s that it computes, its link in Mbit/s; a client is behind a firewall, an
+    auxiliary computes nothing."""
 
     rate: float
     up_mbit: float
     down_mbit: float
-    client: bool = False
+    role: Role = "node"
 
 
 @dataclass(frozen=True)
@@ -104,8 +106,8 @@ class Sized:
 def machines(specs: Sequence[str]) -> list[Machine]:
     """Peers from texts as `2x30@100/50`: two peers of 30 samples/s, 100 Mbit/s up and 50 down.
 
-    Without the slash both ways are alike; `:client` at the end: behind a firewall. Raises
-    UserError.
+    Without the slash both ways are alike; `:client` at the end: behind a firewall; `:auxiliary`,
+    with 0 samples/s: it only reduces. Raises UserError.
     """
     found: list[Machine] = []
     for spec in specs:
@@ -114,14 +116,16 @@ def machines(specs: Sequence[str]) -> list[Machine]:
         if match is None or numbers is None:
             raise UserError(
                 f"--peers '{spec}' is no peer: give COUNTxRATE@UP/DOWN, as 2x30@100/50 for two "
-                "peers of 30 samples/s with 100 Mbit/s up and 50 down, :client behind a firewall"
+                "peers of 30 samples/s with 100 Mbit/s up and 50 down, :client behind a firewall, "
+                "0@500:auxiliary for one that only reduces"
             )
         count, rate, up, down = numbers
         if count + len(found) > MOST_PEERS:
             raise UserError(f"--peers '{spec}': more than {MOST_PEERS} peers are too many")
-        found += [Machine(rate, up, down, match["client"] is not None)] * count
-    if not found:
-        raise UserError("no peers: give --peers, as --peers 2x30@100/50")
+        role = cast("Role", match["role"] or "node")
+        found += [Machine(rate, up, down, role)] * count
+    if not _trainers(found):
+        raise UserError("no peers that train: give --peers, as --peers 2x30@100/50")
     return found
 
 
@@ -132,8 +136,18 @@ def _numbers(match: re.Match[str]) -> tuple[int, float, float, float] | None:
     except ValueError:
         return None
     count = int(match["count"] or 1)
-    good = count > 0 and all(0 < value < math.inf for value in (rate, up, down))
+    computes = rate == 0 if match["role"] == "auxiliary" else 0 < rate < math.inf
+    good = count > 0 and computes and all(0 < value < math.inf for value in (up, down))
     return (count, rate, up, down) if good else None
+
+
+def _trainers(peers: Sequence[Machine]) -> list[Machine]:
+    return [peer for peer in peers if peer.role != "auxiliary"]
+
+
+def _reachable(peers: Sequence[Machine]) -> int:
+    """Peers that can reduce."""
+    return sum(peer.role != "client" for peer in peers)
 
 
 def size(design: Design, peers: Sequence[Machine]) -> Sized:
@@ -143,7 +157,7 @@ def size(design: Design, peers: Sequence[Machine]) -> Sized:
 
 def _figures(design: Design, peers: Sequence[Machine]) -> Sized:
     compute, samples = _compute_s(design, peers)
-    alone = len(peers) == 1
+    alone = len(_trainers(peers)) == 1
     matchmaking = 0.0 if alone else design.matchmaking_s
     allreduce = 0.0 if alone else allreduce_s(design, peers)
     averaging = matchmaking + allreduce
@@ -176,17 +190,18 @@ def _compute_s(design: Design, peers: Sequence[Machine]) -> tuple[float, int]:
     if design.mode != "diloco":
         return design.target_batch / sum(peer.rate for peer in peers), design.target_batch
     each = design.local_steps * design.local_batch
-    times = sorted(each / peer.rate for peer in peers)
+    trainers = _trainers(peers)
+    times = sorted(each / peer.rate for peer in trainers)
     half = times[(len(times) + 1) // 2 - 1]
     seconds = min(times[-1], half + design.patience_s)
-    return seconds, sum(min(each, math.floor(seconds * peer.rate)) for peer in peers)
+    return seconds, sum(min(each, math.floor(seconds * peer.rate)) for peer in trainers)
 
 
 def allreduce_s(design: Design, peers: Sequence[Machine]) -> float:
     """How long the busiest link of a round works, by the model of the shares."""
-    links = _links(peers)
-    if all(link.role == "client" for link in links):
+    if not _reachable(peers):
         return math.inf
+    links = _links(peers)
     shares = share_out(links, design.parameters * design.vectors)
     return max(busy_s(links, shares, design.vector_bytes))
 
@@ -198,12 +213,12 @@ def state_bytes(design: Design) -> int:
 
 def download_s(design: Design, peers: Sequence[Machine]) -> float:
     """The state at the slowest joiner, from the quickest other peer that can be reached."""
-    slowest = 0.0
-    for number, joiner in enumerate(peers):
+    slowest, trainers = 0.0, _trainers(peers)
+    for number, joiner in enumerate(trainers):
         ups = [
             donor.up_mbit
-            for other, donor in enumerate(peers)
-            if other != number and not donor.client
+            for other, donor in enumerate(trainers)
+            if other != number and donor.role == "node"
         ]
         if ups:  # else it is the only one that can be reached, and has nobody to join
             rate = min(joiner.down_mbit, max(ups))
@@ -220,23 +235,25 @@ def memory_bytes(parameters: int) -> int:
 
 def _links(peers: Sequence[Machine]) -> list[Link]:
     return [
-        Link(f"{number:04d}", "client" if peer.client else "node", peer.up_mbit, peer.down_mbit)
+        Link(f"{number:04d}", peer.role, peer.up_mbit, peer.down_mbit)
         for number, peer in enumerate(peers)
     ]
 
 
 def _most_sent(design: Design, peers: Sequence[Machine]) -> int:
-    links = _links(peers)
-    if all(link.role == "client" for link in links):
+    if not _reachable(peers):
         return 0
+    links = _links(peers)
     shares = share_out(links, design.parameters * design.vectors)
     return round(max(traffic(links, shares, design.vector_bytes)))
 
 
 def table(found: Sized, peers: Sequence[Machine]) -> str:
     """`found` for a person."""
-    clients = sum(peer.client for peer in peers)
-    behind = f", {clients} of them clients" if clients else ""
+    behind = ""
+    for role, name in (("client", "clients"), ("auxiliary", "auxiliaries")):
+        count = sum(peer.role == role for peer in peers)
+        behind += f", {count} of them {name}" if count else ""
     rows = [
         ("peers", f"{len(peers)}{behind}; {sum(peer.rate for peer in peers):,.4g} samples/s"),
         ("an epoch", f"{found.samples:,} samples"),
@@ -268,11 +285,12 @@ def _time(seconds: float) -> str:
 
 
 def _advice(design: Design, peers: Sequence[Machine]) -> list[str]:
-    if len(peers) == 1:
+    if len(_trainers(peers)) == 1:
         return ["too few peers: one trains alone and averages nothing, `gristmill train` does that"]
-    if all(peer.client for peer in peers):
+    if not _reachable(peers):
         return ["all peers are clients: at least one has to be reachable (an open port, a public "
-                "address), or nobody can reduce"]  # fmt: skip
+                "address; an auxiliary, that only reduces, will do), or nobody can "
+                "reduce"]  # fmt: skip
     found = [line for rule in _RULES if (line := rule(design, peers)) is not None]
     return found
 
@@ -345,16 +363,18 @@ def _codec(design: Design, peers: Sequence[Machine]) -> str | None:
 
 def _bottleneck(design: Design, peers: Sequence[Machine]) -> str | None:
     """One slow link sets the pace of all: what a round is without it."""
-    if len(peers) <= _FEW_TRAINERS:
+    trainers = _trainers(peers)
+    if len(trainers) <= _FEW_TRAINERS:
         return None
-    slowest = min(range(len(peers)), key=lambda n: min(peers[n].up_mbit, peers[n].down_mbit))
-    rest = [peer for number, peer in enumerate(peers) if number != slowest]
-    if all(peer.client for peer in rest):
+    slowest = min(trainers, key=lambda peer: min(peer.up_mbit, peer.down_mbit))
+    rest = list(peers)
+    rest.remove(slowest)
+    if not _reachable(rest):
         return None
     with_it, without = _figures(design, peers), _figures(design, rest)
     if without.samples_per_s <= with_it.samples_per_s:
         return None
-    link = min(peers[slowest].up_mbit, peers[slowest].down_mbit)
+    link = min(slowest.up_mbit, slowest.down_mbit)
     return (
         f"the slowest link ({link:g} Mbit/s) costs more than its peer gives: without it "
         f"{without.samples_per_s:.3g} samples/s instead of {with_it.samples_per_s:.3g}"
@@ -362,18 +382,17 @@ def _bottleneck(design: Design, peers: Sequence[Machine]) -> str | None:
 
 
 def _few_nodes(design: Design, peers: Sequence[Machine]) -> str | None:
-    nodes = sum(not peer.client for peer in peers)
-    if nodes == 1:
+    if _reachable(peers) == 1:
         return ("one peer alone is reachable: it reduces everything, and without it nobody "
                 "averages: a second one with an open port")  # fmt: skip
-    if len(peers) < _FEW_TRAINERS:
+    if len(_trainers(peers)) < _FEW_TRAINERS:
         return "too few peers: when one of two goes, the other trains alone"
     return None
 
 
 def _microbatch(design: Design, peers: Sequence[Machine]) -> str | None:
     """Peers look around between two microbatches: one must not be longer than the window."""
-    slowest = min(peer.rate for peer in peers)
+    slowest = min(peer.rate for peer in _trainers(peers))
     if design.microbatch / slowest <= design.matchmaking_s:
         return None
     most = max(1, math.floor(slowest * design.matchmaking_s))
@@ -425,5 +444,5 @@ def _batch_for(peers: Sequence[Machine], seconds: float) -> int:
 
 def _local_steps_for(design: Design, peers: Sequence[Machine], seconds: float) -> int:
     """Local steps with which the middle one of the peers computes for so long."""
-    middle = statistics.median_high(peer.rate for peer in peers)
+    middle = statistics.median_high(peer.rate for peer in _trainers(peers))
     return math.ceil(round(seconds * middle / design.local_batch, 6))

@@ -118,13 +118,32 @@ def test_diloco_is_told_local_steps() -> None:
     ("peers", "said"),
     [
         ([Machine(10, 100, 100)], "one trains alone"),
-        ([Machine(10, 100, 100, client=True)] * 3, "all peers are clients"),
+        ([Machine(10, 100, 100, "client")] * 3, "all peers are clients"),
         ([Machine(10, 100, 100)] * 2, "the other trains alone"),
-        ([Machine(10, 100, 100), *[Machine(10, 100, 100, client=True)] * 3], "one peer alone is"),
+        ([Machine(10, 100, 100), *[Machine(10, 100, 100, "client")] * 3], "one peer alone is"),
     ],
 )
 def test_too_few_peers_are_told(peers: list[Machine], said: str) -> None:
     assert said in advice(DESIGN, peers)
+
+
+def test_an_auxiliary_reduces_and_computes_nothing() -> None:
+    """Four clients at 100 Mbit/s move one vector each, 3.2 s; who reduces alone moves four."""
+    clients = [Machine(10.0, 100.0, 100.0, "client")] * 4
+    found = size(DESIGN, [*clients, Machine(0.0, 400.0, 400.0, "auxiliary")])
+    assert found.allreduce_s == pytest.approx(3.2)
+    assert found.sent_bytes == 160_000_000
+    assert (found.compute_s, found.samples) == (pytest.approx(102.4), 4096)
+    assert found.download_s == 0.0  # it has no weights to give
+    assert "one peer alone is reachable" in "\n".join(found.advice)
+    slow = size(DESIGN, [*clients, Machine(0.0, 200.0, 200.0, "auxiliary")])
+    assert slow.allreduce_s == pytest.approx(6.4)
+    two = size(DESIGN, [*clients, *[Machine(0.0, 200.0, 200.0, "auxiliary")] * 2])
+    assert (two.allreduce_s, two.advice) == (pytest.approx(3.2), ())
+    diloco = replace(DESIGN, mode="diloco", local_steps=100, local_batch=64)
+    with_it = size(diloco, [*FOUR, Machine(0.0, 400.0, 400.0, "auxiliary")])
+    assert (with_it.compute_s, with_it.samples) == (640.0, 4 * 6400)
+    assert "one trains alone" in advice(DESIGN, [FOUR[0], Machine(0.0, 9.0, 9.0, "auxiliary")])
 
 
 def test_a_link_that_costs_more_than_its_peer_gives() -> None:
@@ -143,19 +162,20 @@ def test_a_microbatch_longer_than_the_window_is_told() -> None:
 
 
 def test_all_clients_have_no_round() -> None:
-    found = size(DESIGN, [Machine(10, 100, 100, client=True)] * 2)
+    found = size(DESIGN, [Machine(10, 100, 100, "client")] * 2)
     assert math.isinf(found.allreduce_s)
 
 
 def test_peers_are_read() -> None:
-    assert machines(["2x30@100/50", "1.5@20:client"]) == [
-        Machine(30, 100, 50), Machine(30, 100, 50), Machine(1.5, 20, 20, client=True),
+    assert machines(["2x30@100/50", "1.5@20:client", "0@9/8:auxiliary"]) == [
+        Machine(30, 100, 50), Machine(30, 100, 50), Machine(1.5, 20, 20, "client"),
+        Machine(0, 9, 8, "auxiliary"),
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "spec", ["", "30", "0x30@100", "2x@100", "2x30@0", "2x30@100/", "2x30@1/2:node", "2x3.0.0@1",
-             "-1@100", "1@nan", "1e3@5"],
+             "-1@100", "1@nan", "1e3@5", "0@5", "3@5:auxiliary"],
 )  # fmt: skip
 def test_what_is_no_peer_is_told_in_one_line(spec: str) -> None:
     with pytest.raises(UserError, match="is no peer: give COUNTxRATE@UP/DOWN") as told:
@@ -167,7 +187,7 @@ def test_too_many_and_none() -> None:
     with pytest.raises(UserError, match="more than 1000"):
         machines(["600x1@1", "600x1@1"])
     with pytest.raises(UserError, match="no peers"):
-        machines([])
+        machines(["0@100:auxiliary"])
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
