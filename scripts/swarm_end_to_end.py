@@ -1,6 +1,6 @@
 """From mined Bengali pages to two labelled tasks, by a swarm and by one process of the same budget.
 
-    python -m scripts.swarm_end_to_end [--output out/swarm-bn] [--epochs 200] [--batch 512]
+    python -m scripts.swarm_end_to_end [--output out/swarm-bn] [--epochs 500] [--batch 256]
 
 Every step is a `gristmill` command as a user would type it, and is printed. The swarm has three
 peers of one thread each on this machine: a client, a node that is killed with SIGKILL half way, and
@@ -166,8 +166,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, default=Path("out/docs"), help="mined where missing")
     parser.add_argument("--tokenizer", type=Path, default=Path("out/bn/tokenizer"))
     parser.add_argument("--labelled", type=Path, default=Path("../shared/data/bn"))
-    parser.add_argument("--epochs", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--epochs", type=int, default=500)
+    parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--try", dest="trial", action="store_true",
                         help="one seed, one rate: whether everything fits together")  # fmt: skip
     options = parser.parse_args(arguments)

@@ -237,11 +237,16 @@ class RoundAverager(DecentralizedAverager):  # type: ignore[misc]
     ) -> RoundReport | None:
         started = time.monotonic()
         reason = await self._refusal(group_info)
-        members = None if reason else read_members(self.serializer, group_info, self.settings)
-        if members is not None:
-            reason = self._mismatch(members, epoch)
-        if reason is not None or members is None:
-            log.warning("epoch %d: left a group: %s", epoch, reason or "its data is not valid")
+        members: tuple[Member, ...] = ()
+        if reason is None:
+            try:
+                members = read_members(self.serializer, group_info, self.settings)
+                reason = self._mismatch(members, epoch)
+            except Nonsense as error:
+                reason = f"its {error}"
+                self._exclude(error.peer_id, self.settings.exclusion_s * _VIOLATION_TIMES)
+        if reason is not None:
+            log.warning("epoch %d: left a group: %s", epoch, reason)
             await self._go_away(group_info)
             return None
         roles: list[tuple[str, Role]] = [(m.peer_id, m.gathered["role"]) for m in members]
@@ -251,7 +256,7 @@ class RoundAverager(DecentralizedAverager):  # type: ignore[misc]
             self._averaged_tensors, group_info, members=members, shares=shares,
             part_bytes=part_bytes(group_links, self.settings.part_bytes),
         )  # fmt: skip
-        self._leave_out(runner, epoch)
+        self._exclude_failed(runner, epoch)
         fraction = runner.fraction if outputs is not None else 0.0
         complete = fraction == 1.0 and runner.tensor_part_reducer.fault is None
         if complete and outputs:
@@ -341,16 +346,24 @@ class RoundAverager(DecentralizedAverager):  # type: ignore[misc]
                 await asyncio.wait_for(runner.answered(), self.settings.sender_timeout_s)
         return runner, found
 
-    def _leave_out(self, runner: ExactRunner, epoch: int) -> None:
+    def _exclude_failed(self, runner: ExactRunner, epoch: int) -> None:
         for fault in to_leave_out(runner.faults):
             log.warning("epoch %d: %s", epoch, fault)
-            if fault.peer_id != self.peer_id:
-                seconds = self.settings.exclusion_s * (_VIOLATION_TIMES if fault.violation else 1)
-                if fault.left:  # a group without it can come about meanwhile
-                    seconds = min(seconds, 2 * self.settings.matchmaking_s)
-                until = time.monotonic() + seconds
-                known = self._left_out.get(fault.peer_id, until)
-                self._left_out[fault.peer_id] = max(known, until)
+            seconds = self.settings.exclusion_s * (_VIOLATION_TIMES if fault.violation else 1)
+            if fault.left:  # a group without it can come about meanwhile
+                seconds = min(seconds, 2 * self.settings.matchmaking_s)
+            self._exclude(fault.peer_id, seconds)
+
+    def _exclude(self, peer_id: PeerID, seconds: float) -> None:
+        """Be in no group with `peer_id` for a while."""
+        if peer_id != self.peer_id:
+            until = time.monotonic() + seconds
+            self._left_out[peer_id] = max(self._left_out.get(peer_id, until), until)
+
+    async def _leave_out(self, *, future: MPFuture, peer_id: str) -> None:
+        seconds = self.settings.exclusion_s * _VIOLATION_TIMES
+        self._exclude(PeerID.from_base58(peer_id), seconds)
+        future.set_result(None)
 
     async def rpc_join_group(
         self, request: averaging_pb2.JoinRequest, context: P2PContext
@@ -482,25 +495,37 @@ async def until_hung_up(messages: AsyncIterator[Any]) -> AsyncIterator[Any]:
     await asyncio.sleep(_HUNG_UP_S)  # cancelled when the caller ends the call
 
 
+class Nonsense(Exception):
+    """A member gathered what no peer of this run gathers."""
+
+    def __init__(self, peer_id: PeerID) -> None:
+        super().__init__(f"member {peer_id} tells what no peer of this run tells")
+        self.peer_id = peer_id
+
+
 def read_members(
     serializer: Any, group: GroupInfo, settings: AveragerSettings
-) -> tuple[Member, ...] | None:
-    """The members with what they gathered; None when any of it is not what it must be."""
+) -> tuple[Member, ...]:
+    """The members with what they gathered. Raises Nonsense when it is not what it must be."""
     members = []
     for peer_id, data in zip(group.peer_ids, group.gathered, strict=True):
         try:
             value = serializer.loads(data)
-        except Exception:  # msgpack raises many kinds for bytes of a stranger
-            return None
-        if not isinstance(value, dict):
-            return None
-        weight, role, epoch = value.get("weight"), value.get("role"), value.get("epoch")
-        if not isinstance(weight, float) or not 0 <= weight <= settings.weight_cap:
-            return None
-        if role not in ROLES or (role == "auxiliary" and weight != 0) or not isinstance(epoch, int):
-            return None
-        samples = weight if role == "auxiliary" else value.get("samples", weight)
-        if samples != weight:  # its tensors would weigh more, or less, than what it is credited
-            return None
-        members.append(Member(peer_id.to_base58(), weight, value))
+        except Exception as error:  # msgpack raises many kinds for bytes of a stranger
+            raise Nonsense(peer_id) from error
+        if not _is_sound(value, settings.weight_cap):
+            raise Nonsense(peer_id)
+        members.append(Member(peer_id.to_base58(), value["weight"], value))
     return tuple(members)
+
+
+def _is_sound(value: Any, weight_cap: float) -> bool:
+    if not isinstance(value, dict):
+        return False
+    weight, role, epoch = value.get("weight"), value.get("role"), value.get("epoch")
+    if not isinstance(weight, float) or not 0 <= weight <= weight_cap:
+        return False
+    if role not in ROLES or not isinstance(epoch, int):
+        return False
+    # Else its tensors would weigh more, or less, than what it is credited.
+    return bool(weight == (0 if role == "auxiliary" else value.get("samples", weight)))

@@ -54,13 +54,15 @@ class Verdict:
     """Whether a round is taken; `reason` in words.
 
     `useless`: what this peer has gathered, for it has other weights or nobody would take it.
-    `short`: too few samples, which no retry would change.
+    `short`: too few samples, which no retry would change. `culprit`: the peer that keeps everybody
+    in its rounds from taking them.
     """
 
     accepted: bool
     reason: str
     useless: bool = False
     short: bool = False
+    culprit: str = ""
 
 
 @dataclass(frozen=True)
@@ -120,8 +122,8 @@ def judge(result: RoundResult, own: str, *, needed: float, attempts: int, terms:
     groups take different steps; the last attempt lets them.
     """
     members, fault = _members(result, terms)
-    if fault:
-        return Verdict(False, fault)
+    if fault is not None:
+        return fault
     trainers = [member for member in members if member.role != "auxiliary"]
     right = winner(Counter(member.state_hash for member in trainers))
     alike = [member for member in trainers if member.state_hash == right]
@@ -141,24 +143,26 @@ def judge(result: RoundResult, own: str, *, needed: float, attempts: int, terms:
     return Verdict(True, f"{counted:g} samples of {contributing} of {active} peers")
 
 
-def _members(result: RoundResult, terms: int) -> tuple[list[Brought], str]:
-    """What the members say of themselves; why the round is of no use, or ""."""
+def _members(result: RoundResult, terms: int) -> tuple[list[Brought], Verdict | None]:
+    """What the members say of themselves; why the round is of no use, or None."""
     if not result.complete:
-        return [], f"only {result.fraction:.1%} was averaged"
+        return [], Verdict(False, f"only {result.fraction:.1%} was averaged")
     members = []
     for member in result.members:
         told = brought(member)
         if told is None or len(told.labels) != terms:
-            return [], f"peer '{member.peer_id}' tells what no peer of this run tells"
+            reason = f"peer '{member.peer_id}' tells what no peer of this run tells"
+            return [], Verdict(False, reason, culprit=member.peer_id)
         members.append(told)
     if any(member.epoch != result.epoch for member in members):
-        return [], "peers of different epochs in one round"
+        return [], Verdict(False, "peers of different epochs in one round")
     if all(member.role == "auxiliary" for member in members):
-        return [], "nobody with gradients in the round"
+        return [], Verdict(False, "nobody with gradients in the round")
     odd = _odd_labels(members, terms)
     if odd:
-        return [], f"peer '{odd}' tells of labels that its samples can not have"
-    return members, ""
+        reason = f"peer '{odd}' tells of labels that its samples can not have"
+        return [], Verdict(False, reason, culprit=odd)
+    return members, None
 
 
 def _odd_labels(members: Sequence[Brought], terms: int) -> str:

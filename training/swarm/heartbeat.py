@@ -93,6 +93,10 @@ class Heartbeat:
             tensors, weight=weight, epoch=epoch, gathered=gathered, timeout_s=timeout_s
         )
 
+    def leave_out(self, peer_id: str) -> None:
+        """The transport's."""
+        self._inner.leave_out(peer_id)
+
     def share_state(self, state: State) -> str:
         """The transport's."""
         return self._inner.share_state(state)

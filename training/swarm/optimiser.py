@@ -447,6 +447,8 @@ class CollaborativeOptimiser:
                 result, self.peer.peer_id, needed=self._mode.needed,
                 attempts=self.settings.attempts, terms=self._mode.terms,
             )  # fmt: skip
+            if verdict.culprit not in ("", self.peer.peer_id):
+                self.transport.leave_out(verdict.culprit)
         self._enter(Stage.CHECK, ("" if verdict.accepted else "refused: ") + verdict.reason)
         return result, verdict
 

@@ -125,6 +125,11 @@ class Transport(Protocol):
         """
         ...
 
+    def leave_out(self, peer_id: str) -> None:
+        """Have no round with another peer for a while: by what it says of itself, nobody could
+        take a round with it."""
+        ...
+
     def share_state(self, state: State) -> str:
         """Let other peers download `state`, in place of an older one; its hash."""
         ...

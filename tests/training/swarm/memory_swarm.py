@@ -306,6 +306,9 @@ class MemoryTransport:
             world.now - begin, 100, rates, complete,
         )  # fmt: skip
 
+    def leave_out(self, peer_id: str) -> None:
+        self.world.left_out[peer_id] = self.world.now + LEFT_OUT_S
+
     def share_state(self, state: State) -> str:
         tensors = {name: one.detach().clone() for name, one in state.tensors.items()}
         shared = State(state.epoch, tensors, copy.deepcopy(dict(state.metadata)))

@@ -122,6 +122,9 @@ class Served:
         )
         return result, [tensor.numpy() for tensor in tensors]
 
+    def leave_out(self, peer_id: str) -> None:
+        self.transport.leave_out(peer_id)
+
     def poison(self, how: str) -> None:
         """From now on this peer sends NaN ("nan"), or is killed at its second part ("die")."""
         self.transport._averager.ask("poison", how=how).result(timeout=10)

@@ -315,6 +315,30 @@ def test_smaller_group_without_the_peer_that_breaks_every_round() -> None:
     assert {who for who, _ in world.downloads} == {"c"}
 
 
+class Boaster(MemoryTransport):
+    """Tells of labels that nobody can have."""
+
+    def average(self, tensors: Any, *, gathered: Any, **more: Any) -> Any:
+        gathered = {**gathered, "labels": [1e6 for _ in gathered["labels"]]}
+        return super().average(tensors, gathered=gathered, **more)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_peer_that_nobody_could_take_a_round_with_is_left_out(mode: str) -> None:
+    world = World(5)
+    peers = [ToyPeer(world, name, settings(mode, min_peers=4), steps=3) for name in "abcd"]
+    peers[2].transport.__class__ = Boaster
+    run(world, *peers)
+    assert_alike(*peers)
+    good = [one for name, one in zip("abcd", peers, strict=True) if name != "c"]
+    checks = [text for stage, _, text in good[0].lines if stage == "check"]
+    assert checks[0] == "refused: peer 'c' tells of labels that its samples can not have"
+    for peer in good:
+        members = {who.peer_id for one in peer.applied for who in one.result.members}
+        assert members == {"a", "b", "d"}
+    assert {who for who, _ in world.downloads} == {"c"}
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_microbatches_that_are_not_finite_count_nothing(mode: str) -> None:
     world = World(6)

@@ -31,6 +31,9 @@ class Told:
     def average(self, tensors: Any, **options: Any) -> None:
         self.asked.append((tensors, options))
 
+    def leave_out(self, peer_id: str) -> None:
+        self.asked.append(peer_id)
+
     def share_state(self, state: Any) -> str:
         self.asked.append(state)
         return "hash"
@@ -113,10 +116,12 @@ def test_all_else_is_the_transports() -> None:
     heart = Heartbeat(told, every_s=5, longest_s=60)
     state: Any = "s"
     heart.average([], weight=2.0, epoch=3, gathered={"a": 4}, timeout_s=5)
+    heart.leave_out("QmB")
     assert heart.share_state(state) == "hash"
     heart.download_state(expected_hash="h", donors=["d"], timeout_s=6)
     assert told.asked == [
         ([], {"weight": 2.0, "epoch": 3, "gathered": {"a": 4}, "timeout_s": 5}),
+        "QmB",
         "s",
         {"expected_hash": "h", "donors": ["d"], "timeout_s": 6},
     ]

@@ -219,6 +219,13 @@ def test_a_peer_killed_in_a_round_leaves_a_partial_one_that_is_seen(swarm: list[
         assert result.complete and len(result.members) == 2 and is_value(tensors, 1.5)
 
 
+def test_a_peer_that_is_left_out_is_in_no_group(swarm: list[Peer]) -> None:
+    first, client = swarm[0], swarm[2]
+    first.do("leave_out", client.peer_id)
+    for result, _ in together([first, client], (1.0, 2.0), (1.0, 1.0), epoch=12, timeout_s=4.0):
+        assert result is None
+
+
 def test_leaving_ends_all_processes_and_tells_the_others(swarm: list[Peer]) -> None:
     # torch's manager of shared memory belongs to the trainer, which goes on.
     children = {

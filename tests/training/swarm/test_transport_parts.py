@@ -18,7 +18,7 @@ from hivemind.utils import MSGPackSerializer, get_dht_time
 
 from models.errors import Fault
 from training.swarm import announcements, averager, transport
-from training.swarm.averager import AveragerSettings, read_members
+from training.swarm.averager import AveragerSettings, Nonsense, read_members
 from training.swarm.codecs import codec
 from training.swarm.state import NoState
 from training.swarm.state_transfer import DonorFailed
@@ -183,8 +183,12 @@ def test_a_weight_is_that_of_the_samples(changes: dict[str, Any], good: bool) ->
         allreduce_timeout_s=1.0, exclusion_s=1.0, weight_cap=1e6, norm_cap=None, part_bytes=1024,
         donors_at_once=1, upload_limit_mbit=None,
     )  # fmt: skip
-    found = read_members(MSGPackSerializer, group, settings)
-    assert (found is not None) == good
+    if good:
+        assert len(read_members(MSGPackSerializer, group, settings)) == 2
+        return
+    with pytest.raises(Nonsense, match=f"member {B} tells what no peer") as raised:
+        read_members(MSGPackSerializer, group, settings)
+    assert raised.value.peer_id == B
 
 
 def test_who_finds_nobody_asks_ten_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
