@@ -1,6 +1,6 @@
 """What the processes of a peer hold in memory, and need not.
 
-A peer's DHT and averager are forks of its trainer, and share with it what they all have loaded: 190
+A peer's DHT and averager are forks of its trainer, and share with it what they all have loaded: 270
 of 290 MB each.
 """
 
