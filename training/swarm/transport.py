@@ -343,8 +343,8 @@ class SwarmTransport:
                     raise Gone(f"the averager did not answer in {limit_s:g} s") from error
 
     def leave_out(self, peer_id: str) -> None:
-        """Be in no group with another peer for ten times `exclusion_s`. Raises Fault when the
-        averager's process is gone."""
+        """Be in no group with another peer for `exclusion_s`. Raises Fault when the averager's
+        process is gone."""
         self._wait(self._ask("leave_out", peer_id=peer_id), 30.0)
 
     def _learn(self, report: RoundReport) -> None:
