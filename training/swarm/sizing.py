@@ -265,7 +265,7 @@ def table(found: Sized, peers: Sequence[Machine]) -> str:
          f"{found.samples_per_s:,.4g} samples/s"),
         ("the run", _time(found.run_s)),
         ("a late joiner", f"downloads {found.state_bytes / 1e6:,.4g} MB, "
-         f"{_time(found.download_s)} at the slowest"),
+         + (f"{_time(found.download_s)} at the slowest" if found.download_s else "of nobody")),
         ("memory", f"{found.memory_bytes / 1e9:.1f} GB a peer, and what a microbatch needs"),
     ]  # fmt: skip
     lines = [f"{name:<14} {text}" for name, text in rows]
@@ -390,6 +390,14 @@ def _few_nodes(design: Design, peers: Sequence[Machine]) -> str | None:
     return None
 
 
+def _no_donor(design: Design, peers: Sequence[Machine]) -> str | None:
+    """Clients cannot be asked for weights, and an auxiliary has none."""
+    if any(peer.role == "node" for peer in peers):
+        return None
+    return ("no peer that trains is reachable: nobody can give the weights to who joins late: one "
+            "node with an open port")  # fmt: skip
+
+
 def _microbatch(design: Design, peers: Sequence[Machine]) -> str | None:
     """Peers look around between two microbatches: one must not be longer than the window."""
     slowest = min(peer.rate for peer in _trainers(peers))
@@ -432,8 +440,8 @@ def _joining(design: Design, peers: Sequence[Machine]) -> str | None:
 
 
 _RULES: tuple[Callable[[Design, Sequence[Machine]], str | None], ...] = (
-    _too_short, _much_averaging, _delayed_round, _codec, _bottleneck, _few_nodes, _microbatch,
-    _limits, _joining,
+    _too_short, _much_averaging, _delayed_round, _codec, _bottleneck, _few_nodes, _no_donor,
+    _microbatch, _limits, _joining,
 )  # fmt: skip
 
 

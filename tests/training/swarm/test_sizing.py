@@ -10,7 +10,7 @@ import pytest
 
 from models.errors import UserError
 from scripts.cli import main
-from training.swarm.sizing import Design, Machine, machines, memory_bytes, size
+from training.swarm.sizing import Design, Machine, machines, memory_bytes, size, table
 
 # A vector of 20 million numbers, 2 bytes each: 320 Mbit. Its state: 3 x 4 x 20 M = 240 MB.
 DESIGN = Design(
@@ -139,7 +139,11 @@ def test_an_auxiliary_reduces_and_computes_nothing() -> None:
     slow = size(DESIGN, [*clients, Machine(0.0, 200.0, 200.0, "auxiliary")])
     assert slow.allreduce_s == pytest.approx(6.4)
     two = size(DESIGN, [*clients, *[Machine(0.0, 200.0, 200.0, "auxiliary")] * 2])
-    assert (two.allreduce_s, two.advice) == (pytest.approx(3.2), ())
+    assert two.allreduce_s == pytest.approx(3.2)
+    assert len(two.advice) == 1
+    assert two.advice[0].startswith("no peer that trains is reachable: nobody can give the weights")
+    assert "downloads 240 MB, of nobody" in table(two, clients)
+    assert size(DESIGN, [*FOUR, Machine(0.0, 200.0, 200.0, "auxiliary")]).advice == ()
     diloco = replace(DESIGN, mode="diloco", local_steps=100, local_batch=64)
     with_it = size(diloco, [*FOUR, Machine(0.0, 400.0, 400.0, "auxiliary")])
     assert (with_it.compute_s, with_it.samples) == (640.0, 4 * 6400)
